@@ -1,0 +1,324 @@
+"""Messages to bytes and back: the only door through which a peer's bytes become values.
+
+When a message may be sent is `contract.session`'s part; what its fields may hold is `contract.messages`'s.
+
+    frame  = header length (u32, little-endian) | header | body
+    header = JSON object {ack, seq, type, v, the message's plain fields}, padded with spaces so that the body begins
+             at a multiple of 8 bytes
+    body   = nothing, or safetensors: length (u64, little-endian) | JSON {name: {dtype, shape, data_offsets}} | arrays
+
+Rules that `decode` keeps, whatever the bytes:
+
+* They become a valid message, or a ProtocolError is raised; nothing is allocated by a size that was only claimed.
+* Arrays lie one after the other, cover the body to its last byte, and are aligned to their item size. They are
+  views of the frame and read-only.
+* Only a `hello` or a `refuse` of an unknown protocol version is read leniently, so that versions can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from contract import canonical
+from contract.canonical import INT_MAX, CanonicalError, from_json, shown, to_json
+from contract.errors import LocalProtocolError, RemoteProtocolError
+from contract.messages import MESSAGES, PROTOCOL, PROTOCOL_MIN, TENSORS, Array, Ask, Chunk, Message, tensors_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a peer may make this program hold."""
+
+    frame_bytes: int = 1 << 20
+    header_bytes: int = 64 << 10
+    object_bytes: int = 256 << 20  # of a message that travels in chunks
+
+
+LIMITS = Limits()
+
+_ALIGNMENT = 8
+_CHUNK_OVERHEAD_BYTES = 1024  # header and body header of a chunk, with room
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ARRAY_FIELDS: Mapping[str, Collection[str]] = {Ask.TYPE: ("tensors",), **TENSORS}
+_VERSIONLESS = ("hello", "refuse")
+_NUMBERS_BYTES = len(f'"ack":{INT_MAX},"seq":{INT_MAX},')  # at their longest
+_RANK_MAX = 8
+_CURE_LOCAL = "report this text: the program tried to send what it must not"
+_CURE_REMOTE = "update both programs to one version; if it stays, the peer is faulty or hostile"
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One received frame: its number (0: not numbered), the peer's acknowledgement, and the message."""
+
+    seq: int
+    ack: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A checked message whose frame lacks only its two numbers; `size_bytes` is the most that the frame can have."""
+
+    message: Message
+    header: bytes
+    body: tuple[bytes | memoryview, ...]
+    size_bytes: int
+
+    def frame(self, seq: int, ack: int) -> bytes:
+        """The frame; arrays are copied here, once."""
+        header = b'{"ack":%d,"seq":%d,%b' % (ack, seq, self.header[1:])
+        header += b" " * (-(4 + len(header)) % _ALIGNMENT)
+        return b"".join((struct.pack("<I", len(header)), header, *self.body))
+
+
+def encode(message: Message, *, seq: int, ack: int) -> bytes:
+    """Frame of a message. One longer than `Limits.frame_bytes` must go through `split`.
+
+    Raises: LocalProtocolError if a field does not hold what it declares or a limit is passed.
+    """
+    return prepare(message).frame(seq, ack)
+
+
+def prepare(message: Message) -> Payload:
+    """Check a message for sending and do all of the encoding that does not depend on when it is sent.
+
+    Raises: LocalProtocolError as `encode`.
+    """
+    try:
+        plain = canonical.encode(message, omit=_ARRAY_FIELDS.get(message.TYPE, ()))
+        header = to_json({"v": PROTOCOL, "type": message.TYPE, **plain})
+    except CanonicalError as error:
+        raise LocalProtocolError(f"{message.TYPE}: {error}", _CURE_LOCAL) from error
+    tensors = tensors_of(message)
+    _require_at_most(message.TYPE, LIMITS.object_bytes, sum(array.nbytes for array in tensors.values()))
+    body = _write_body(tensors)
+    header_bytes = len(header) + _NUMBERS_BYTES + _ALIGNMENT
+    size_bytes = 4 + header_bytes + sum(memoryview(part).nbytes for part in body)
+    _require_at_most(f"{message.TYPE}: header", LIMITS.header_bytes, header_bytes)
+    _require_at_most(message.TYPE, LIMITS.object_bytes, size_bytes)
+    return Payload(message, header, body, size_bytes)
+
+
+def decode(frame: bytes | memoryview, max_bytes: int = LIMITS.frame_bytes) -> Envelope:
+    """Message, number and acknowledgement in a frame of at most `max_bytes`; arrays are views of the frame.
+
+    Raises: RemoteProtocolError if the bytes break a rule.
+    """
+    if len(frame) > max_bytes:
+        raise _refused("frame", f"at most {max_bytes} bytes", str(len(frame)))
+    header, body_start = _read_header(frame)
+    kind = header.pop("type", None)
+    if not isinstance(kind, str) or kind not in MESSAGES:
+        raise _refused("header.type", f"one of {', '.join(MESSAGES)}", shown(kind))
+    message_type = MESSAGES[kind]
+    version, seq, ack = (_take_count(header, name) for name in ("v", "seq", "ack"))
+    if not PROTOCOL_MIN <= version <= PROTOCOL:
+        if kind not in _VERSIONLESS:
+            raise _refused(f"{kind}.v", f"protocol {PROTOCOL_MIN} to {PROTOCOL}", str(version))
+        known = {field.name for field in fields(message_type)}
+        header = {name: value for name, value in header.items() if name in known}
+    try:
+        plain = canonical.decode_fields(message_type, header, kind, omit=_ARRAY_FIELDS.get(kind, ()))
+        return Envelope(seq, ack, _build(message_type, plain, _read_body(frame, body_start)))
+    except CanonicalError as error:
+        raise RemoteProtocolError(str(error), _CURE_REMOTE) from error
+    except LocalProtocolError as error:  # the message refuses its values, and here they are the peer's
+        raise RemoteProtocolError(error.cause, error.cure) from error
+
+
+def _build(message_type: Any, plain: dict[str, Any], arrays: dict[str, Array]) -> Message:
+    if message_type is Ask:
+        return Ask(**plain, tensors=arrays)
+    declared = TENSORS.get(message_type.TYPE, {})
+    unknown = sorted(arrays.keys() - declared.keys())
+    if unknown:
+        raise _refused(message_type.TYPE, f"no tensors but {', '.join(declared) or 'none'}", shown(unknown[0]))
+    message: Message = message_type(**plain, **{name: arrays.get(name) for name in declared})
+    return message
+
+
+# --- header ------------------------------------------------------------------------------------------------------
+
+
+def _read_header(frame: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Header fields of a frame, and where its body starts."""
+    start, size = _counted(frame, 0, "<I", "header")
+    if start + size > len(frame) or size > LIMITS.header_bytes:
+        largest = min(LIMITS.header_bytes, len(frame) - start)
+        raise _refused("header length", f"at most {largest}", str(size))
+    if (start + size) % _ALIGNMENT:
+        raise _refused("header length", f"a body that begins at a multiple of {_ALIGNMENT}", f"one at {start + size}")
+    try:
+        header = from_json(bytes(frame[start : start + size]), LIMITS.header_bytes)
+    except CanonicalError as error:
+        raise RemoteProtocolError(f"header: {error}", _CURE_REMOTE) from error
+    if not isinstance(header, dict):
+        raise _refused("header", "an object", type(header).__name__)
+    return header, start + size
+
+
+def _counted(frame: bytes | memoryview, start: int, form: str, what: str) -> tuple[int, int]:
+    """Where the bytes begin whose length stands at `start`, and that length as claimed."""
+    after = start + struct.calcsize(form)
+    if after > len(frame):
+        raise _refused(f"{what} length", f"{after - start} bytes", f"{len(frame) - start}")
+    return after, struct.unpack_from(form, frame, start)[0]
+
+
+def _take_count(header: dict[str, Any], name: str) -> int:
+    value = header.pop(name, None)
+    if type(value) is not int or not 0 <= value <= INT_MAX:
+        raise _refused(f"header.{name}", "an int of 63 bits, 0 or more", shown(value))
+    return value
+
+
+# --- body: safetensors -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """How safetensors describes one array; offsets count from the end of that description."""
+
+    dtype: Literal["I8", "U8", "U16", "F32"]
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _write_body(tensors: Mapping[str, Array]) -> tuple[bytes | memoryview, ...]:
+    """Parts of a safetensors body; wide items first, so that all of them are aligned."""
+    if not tensors:
+        return ()
+    entries: dict[str, object] = {}
+    arrays: list[memoryview] = []
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
+        array = np.ascontiguousarray(tensors[name])
+        begin, end = end, end + array.nbytes
+        entries[name] = {"dtype": _DTYPE_NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+        arrays.append(array.data)
+    header = to_json(entries)
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)), header, *arrays
+
+
+def _read_body(frame: bytes | memoryview, start: int) -> dict[str, Array]:
+    """Arrays of the body that begins at `start`, as views of the frame.
+
+    Raises: RemoteProtocolError, CanonicalError.
+    """
+    if start == len(frame):
+        return {}
+    start, size = _counted(frame, start, "<Q", "body header")
+    if size > min(LIMITS.header_bytes, len(frame) - start):
+        raise _refused("body header length", f"at most {min(LIMITS.header_bytes, len(frame) - start)}", str(size))
+    described = from_json(bytes(frame[start : start + size]), LIMITS.header_bytes)
+    if not isinstance(described, dict) or not described:
+        raise _refused("body header", "an object that describes tensors", shown(described))
+    entries = {name: canonical.decode(_Entry, entry, f"tensor {shown(name)}") for name, entry in described.items()}
+    arrays: dict[str, Array] = {}
+    start = reached = start + size
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        arrays[name] = array = _view(frame, start, reached, f"tensor {shown(name)}", entry)
+        reached += array.nbytes
+    if reached != len(frame):
+        raise _refused("body", f"tensors that cover it to its end ({len(frame)})", f"an end at {reached}")
+    return arrays
+
+
+def _view(frame: bytes | memoryview, start: int, reached: int, where: str, entry: _Entry) -> Array:
+    """The array of one entry, which must begin where the one before it ended."""
+    dtype, shape, (begin, end) = _DTYPES[entry.dtype], entry.shape, entry.data_offsets
+    if len(shape) > _RANK_MAX or min(shape, default=1) < 1:
+        found = "x".join(map(str, shape[: _RANK_MAX + 1]))
+        raise _refused(f"{where}.shape", f"at most {_RANK_MAX} sizes of 1 or more", found)
+    count = math.prod(shape)
+    if start + begin != reached or end - begin != count * dtype.itemsize or start + end > len(frame):
+        expected = f"{count * dtype.itemsize} bytes at {reached - start}, inside the body"
+        raise _refused(f"{where}.data_offsets", expected, f"{begin} to {end}")
+    if reached % dtype.itemsize:
+        raise _refused(f"{where}.data_offsets", f"a multiple of {dtype.itemsize}", str(begin))
+    array = np.frombuffer(frame, dtype, count, reached).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+# --- messages larger than a frame --------------------------------------------------------------------------------
+
+
+def split(frame: bytes, frame_bytes: int = LIMITS.frame_bytes) -> list[Chunk]:
+    """Chunks, each of which fits into a frame of `frame_bytes`, of an encoded message; their data are views of it."""
+    size = frame_bytes - _CHUNK_OVERHEAD_BYTES
+    name, data = hashlib.sha256(frame).hexdigest(), np.frombuffer(frame, np.uint8)
+    starts = range(0, len(frame), size)
+    return [
+        Chunk(name, index, len(starts), len(frame), data[start : start + size]) for index, start in enumerate(starts)
+    ]
+
+
+class Assembler:
+    """Puts the chunks of one encoded message together; they must come in order, and no other object between them.
+
+    Memory grows with the bytes that came, never with the size that was claimed.
+    """
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self._limits = limits
+        self._object: tuple[str, int, int] | None = None  # SHA-256, total, size: alike in all of its chunks
+        self._next = 0
+        self._data = bytearray()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks of an object were added and others are missing."""
+        return self._object is not None
+
+    def add(self, chunk: Chunk) -> memoryview | None:
+        """The whole object, read-only, once its last chunk is added; until then None.
+
+        Raises: RemoteProtocolError if the chunk is too large, out of order, or the whole has another digest.
+        """
+        identity = (chunk.object, chunk.total, chunk.size)
+        if chunk.size > self._limits.object_bytes:
+            raise _refused("chunk.size", f"at most {self._limits.object_bytes}", str(chunk.size))
+        expected = (self._object or identity, self._next)
+        if (identity, chunk.index) != expected:
+            wanted = f"number {self._next} of object {expected[0][0]}"
+            raise _refused("chunk", wanted, f"number {chunk.index} of {chunk.object}")
+        self._object = identity
+        self._next += 1
+        self._data += chunk.data.data
+        last = self._next == chunk.total
+        if len(self._data) > chunk.size or (last and len(self._data) < chunk.size):
+            raise _refused("chunk", f"{chunk.size} bytes in all", f"{len(self._data)} by number {chunk.index}")
+        if not last:
+            return None
+        data, self._data, self._object, self._next = self._data, bytearray(), None, 0
+        if hashlib.sha256(data).hexdigest() != chunk.object:
+            raise _refused("chunk", f"an object with SHA-256 {chunk.object}", "another")
+        return memoryview(data).toreadonly()
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def _require_at_most(where: str, limit: int, found: int) -> None:
+    if found > limit:
+        raise LocalProtocolError(f"{where}: expected at most {limit} bytes, found {found}", _CURE_LOCAL)
+
+
+def _refused(where: str, expected: str, found: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"{where}: expected {expected}, found {found}", _CURE_REMOTE)

@@ -1,0 +1,171 @@
+"""What every command says alike: errors, progress, the JSON document and the exit code.
+
+What there is to say, and when to stop on a signal, is left to the commands.
+
+stdout carries the result alone; everything said to a person goes to stderr. Exit codes: 0 done, 1 internal error, 2 to
+8 see `contract.errors`, 130 interrupted (Ctrl-C), 141 the reader of stdout went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from contract.errors import CutlayerError, UsageError, suggest
+
+DEBUG = "CUTLAYER_DEBUG"
+LINE_INTERVAL_S = 10.0
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """Run a command and turn whatever it raises into words on stderr and an exit code.
+
+    With CUTLAYER_DEBUG=1 the traceback comes first. SystemExit (from --help) passes.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except CutlayerError as error:
+        _complain(f"error: {error.cause}", error.cure)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_stdout()
+        return 141
+    except Exception as error:
+        _complain(
+            f"internal error: {type(error).__name__}: {error}", f"run again with {DEBUG}=1 and report the traceback"
+        )
+        return 1
+
+
+def _complain(cause: str, cure: str) -> None:
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exc()
+    say(f"{cause}\n  cure: {cure}")
+
+
+def _discard_stdout() -> None:
+    """Let the interpreter's last flush succeed, which would else print an error of its own."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # no file below a replaced stdout
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse that raises `UsageError`, names near misses, and takes no abbreviated flags (a new flag breaks them)."""
+
+    def __init__(self, prog: str | None = None, description: str | None = None, epilog: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"unknown {value!r}{suggest(str(value), map(str, action.choices))}")
+
+
+def print_document(kind: str, data: Mapping[str, object]) -> None:
+    """Print the one JSON document of `--format json` on stdout: {"schema_version": 1, "kind": kind, ...data}.
+
+    Raises:
+        ValueError: a number is NaN or infinite; an unknown figure is None.
+    """
+    document = {"schema_version": 1, "kind": kind, **data}
+    print(json.dumps(document, allow_nan=False, indent=2))
+
+
+def say(text: str) -> None:
+    """Print a line for a person on stderr, above any progress bar."""
+    tqdm.write(text, file=sys.stderr)
+
+
+class Progress(Protocol[T_co]):
+    """A bar or lines: iterate it, or enter it and call `update(n)`."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+    def __enter__(self) -> Progress[T_co]: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def update(self, n: int = 1) -> object: ...
+
+
+def progress(iterable: Iterable[T] | None = None, *, total: int | None, description: str, unit: str) -> Progress[T]:
+    """A bar where stderr is a terminal; elsewhere a plain line every 10 s and one at the end.
+
+    Args:
+        iterable: what to iterate; None to enter the result and call `update`.
+        total: how many units there are; None when unknown.
+        unit: plural, as in "images".
+    """
+    if sys.stderr.isatty():
+        bar: Progress[T] = tqdm(iterable, total=total, desc=description, unit=f" {unit}", file=sys.stderr)
+        return bar
+    return LineProgress(iterable, total, description, unit)
+
+
+class LineProgress(Iterable[T]):
+    """Progress in plain lines, for logs; the same interface as a tqdm bar as far as `Progress` goes."""
+
+    def __init__(
+        self,
+        iterable: Iterable[T] | None,
+        total: int | None,
+        description: str,
+        unit: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        out: TextIO | None = None,
+    ) -> None:
+        self._iterable = iterable
+        self._of_total = f"/{total}" if total is not None else ""
+        self._description = description
+        self._unit = unit
+        self._clock = clock
+        self._out = out
+        self._done = 0
+        self._started_s = self._said_s = clock()
+
+    def __iter__(self) -> Iterator[T]:
+        if self._iterable is None:
+            raise TypeError("progress without an iterable cannot be iterated: enter it and call update")
+        with self:
+            for each in self._iterable:
+                yield each
+                self.update()
+
+    def __enter__(self) -> LineProgress[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._say()
+
+    def update(self, n: int = 1) -> None:
+        self._done += n
+        if self._clock() - self._said_s >= LINE_INTERVAL_S:
+            self._say()
+
+    def _say(self) -> None:
+        self._said_s = self._clock()
+        elapsed_s = self._said_s - self._started_s
+        rate = f", {self._done / elapsed_s:.1f} {self._unit}/s" if elapsed_s > 0 else ""
+        line = f"{self._description}: {self._done}{self._of_total} {self._unit}, {elapsed_s:.0f} s{rate}"
+        print(line, file=self._out or sys.stderr, flush=True)

@@ -1,0 +1,213 @@
+"""What happens to tokens between the frontend and the wire: noise, quantization, patch retrieval and its rebuild.
+
+Drawing the noise is `contract.keyed_noise`'s part, framing the codes is `contract.codec`'s.
+
+Tokens of one image are (T, d): `prefix` tokens (class token, registers), then the patches in row-major order. Prefix
+and patch tokens have statistics of their own, so per-channel figures come as (2, d): row 0 prefix, row 1 patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contract.errors import DataError, EngineError
+from contract.keyed_noise import random_bits
+
+CODE_MAX = 127
+NOISE_HEADROOM = 8.0  # wire steps leave room for this many noise scales above the largest token
+SOURCES_MAX = 65535  # a source index is two bytes on the wire
+TIE_COSINE = 1e-6  # cosines closer than this are equal: BLAS rounds differently from machine to machine
+SIMILARITY_BLOCK_BYTES = 16 << 20  # similarities held at once
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Tokens of one image: `prefix` of them, then a grid (rows, columns) of patches, each `dim` wide."""
+
+    prefix: int
+    grid: tuple[int, int]
+    dim: int
+
+    @property
+    def patches(self) -> int:
+        """N, the number of patch tokens."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def count(self) -> int:
+        """T = prefix + N."""
+        return self.prefix + self.patches
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Standard deviation and largest magnitude per channel (d each) of the server's INT8 tokens before noise."""
+
+    sigma_prefix: tuple[float, ...]
+    sigma_patch: tuple[float, ...]
+    absmax_prefix: tuple[float, ...]
+    absmax_patch: tuple[float, ...]
+
+
+def noise_scales(statistics: Statistics, kappa: float) -> npt.NDArray[np.float32]:
+    """Laplace scales b = kappa sigma_c as (2, d)."""
+    return (kappa * np.array([statistics.sigma_prefix, statistics.sigma_patch], np.float64)).astype(np.float32)
+
+
+def wire_steps(statistics: Statistics, kappa: float) -> npt.NDArray[np.float32]:
+    """Wire steps delta_c = (absmax_c + 8 kappa sigma_c) / 127 as (2, d), all positive; alike on both machines."""
+    sigma = np.array([statistics.sigma_prefix, statistics.sigma_patch], np.float64)
+    absmax = np.array([statistics.absmax_prefix, statistics.absmax_patch], np.float64)
+    steps: npt.NDArray[np.float32] = ((absmax + NOISE_HEADROOM * kappa * sigma) / CODE_MAX).astype(np.float32)
+    steps[steps < np.finfo(np.float32).tiny] = np.finfo(np.float32).tiny  # a channel that is always zero still divides
+    return steps
+
+
+def add_noise(
+    tokens: npt.NDArray[np.float32], unit_noise: npt.NDArray[np.float32], scales: npt.NDArray[np.float32], prefix: int
+) -> npt.NDArray[np.float32]:
+    """Tokens (..., T, d) plus unit noise of the same shape times the scales (2, d) of prefix and patch channels."""
+    noisy = np.empty_like(tokens)
+    for row, part in _parts(prefix):
+        np.multiply(unit_noise[part], scales[row], out=noisy[part])
+        noisy[part] += tokens[part]
+    return noisy
+
+
+def quantize(
+    tokens: npt.NDArray[np.float32], steps: npt.NDArray[np.float32], prefix: int
+) -> tuple[npt.NDArray[np.int8], int]:
+    """Codes clamp(round(x / step), -127, 127) of tokens (..., T, d), and how many values were clamped.
+
+    Raises:
+        EngineError: a token is not finite.
+    """
+    codes = np.empty(tokens.shape, np.int8)
+    saturated = 0
+    for row, part in _parts(prefix):
+        _check_finite(tokens[part])
+        with np.errstate(over="ignore"):  # a token in a channel that was always zero: clamped and counted
+            scaled = tokens[part] / steps[row]
+        np.rint(scaled, out=scaled)
+        saturated += int(np.count_nonzero(np.abs(scaled) > CODE_MAX))
+        codes[part] = np.clip(scaled, -CODE_MAX, CODE_MAX, out=scaled)
+    return codes, saturated
+
+
+def dequantize(codes: npt.NDArray[np.int8], steps: npt.NDArray[np.float32], prefix: int) -> npt.NDArray[np.float32]:
+    """Tokens (..., T, d) from codes: code times step."""
+    tokens = np.empty(codes.shape, np.float32)
+    for row, part in _parts(prefix):
+        np.multiply(codes[part], steps[row], out=tokens[part])
+    return tokens
+
+
+def _check_finite(tokens: npt.NDArray[np.float32]) -> None:
+    if not np.isfinite(tokens).all():
+        raise EngineError(
+            f"tokens must be finite, found {np.count_nonzero(~np.isfinite(tokens))} values that are not",
+            "run edge-doctor, which compares the engine with the package's golden vectors",
+        )
+
+
+def _parts(prefix: int) -> tuple[tuple[int, tuple[Any, ...]], tuple[int, tuple[Any, ...]]]:
+    return (0, (..., slice(None, prefix), slice(None))), (1, (..., slice(prefix, None), slice(None)))
+
+
+def retrieval_sources(
+    features: npt.NDArray[np.float16] | npt.NDArray[np.float32],
+    on_progress: Callable[[int], object] | None = None,
+) -> npt.NDArray[np.uint16]:
+    """For each image and position the other image whose token there is most alike (split adaptation, patch retrieval).
+
+    Args:
+        features: clean patch tokens (n, N, d); may be a memory map, of which one position is read at a time.
+        on_progress: called with 1 after each position.
+
+    Returns:
+        (n, N): argmax over j != i of cos(x[i, p], x[j, p]). Ties, which is cosines within 1e-6, go to the lowest j. A
+        single image is its own source.
+
+    Raises:
+        DataError: more images than two bytes can count.
+        EngineError: a token is not finite.
+    """
+    count, positions, _ = features.shape
+    if count > SOURCES_MAX:
+        raise DataError(
+            f"patch retrieval takes at most {SOURCES_MAX} images, found {count}",
+            "split the images over several devices or runs",
+        )
+    sources = np.zeros((count, positions), np.uint16)
+    for position in range(positions if count > 1 else 0):
+        sources[:, position] = _nearest_others(_unit_rows(features[:, position]))
+        if on_progress is not None:
+            on_progress(1)
+    return sources
+
+
+def _unit_rows(tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Rows (n, d) at length 1; a row of zeros stays."""
+    rows = np.array(tokens, np.float32)
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    _check_finite(largest)
+    rows /= np.maximum(largest, np.finfo(np.float32).tiny)  # before squaring, which could overflow
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return rows
+
+
+def _nearest_others(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+    """For each unit row (n, d) the lowest index of the most similar other row; blocks keep memory below n * n."""
+    count = len(rows)
+    nearest = np.empty(count, np.intp)
+    block = max(1, SIMILARITY_BLOCK_BYTES // (4 * count))
+    for start in range(0, count, block):
+        stop = min(start + block, count)
+        cosines = rows[start:stop] @ rows.T
+        cosines[np.arange(stop - start), np.arange(start, stop)] = -np.inf  # never the image itself
+        ties = cosines >= cosines.max(axis=1, keepdims=True) - np.float32(TIE_COSINE)
+        nearest[start:stop] = ties.argmax(axis=1)  # the first True
+    return nearest
+
+
+def augmentation_positions(seed: int, sample_id: bytes, run: int, patches: int, replaced: int) -> npt.NDArray[np.int64]:
+    """The `replaced` distinct patch positions, ascending, that augmentation run `run` of one sample replaces.
+
+    Public by design: device and server derive the same positions from the seed in the welcome message.
+    """
+    key = hashlib.sha256(b"cutlayer-positions-1:%d:%d:" % (seed, run) + sample_id).digest()
+    shuffled = np.argsort(random_bits(key, patches), kind="stable")
+    return np.sort(shuffled[:replaced]).astype(np.int64)
+
+
+def augment(
+    codes: npt.NDArray[np.int8],
+    sources: npt.NDArray[np.uint16],
+    rows: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    prefix: int,
+) -> npt.NDArray[np.int8]:
+    """Copies of some samples in which chosen patches come from their source images, noise included.
+
+    The server's rebuild and the device's own materialisation are this one function, hence equal bit for bit.
+
+    Args:
+        codes: (n, T, d) noisy tokens of all samples, in upload order.
+        sources: (n, N) from `retrieval_sources`.
+        rows: (B,) the samples to copy.
+        positions: (B, P) the patch positions (0 is the first patch) to replace in each copy.
+        prefix: how many leading tokens are no patches and never replaced.
+
+    Returns:
+        (B, T, d).
+    """
+    copies = codes[rows]
+    donors = sources[rows[:, None], positions].astype(np.int64)  # (B, P)
+    copies[np.arange(len(rows))[:, None], prefix + positions] = codes[donors, prefix + positions]
+    return copies

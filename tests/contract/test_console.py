@@ -1,0 +1,184 @@
+"""What commands say alike: exit codes, words on stderr, the JSON document, progress."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from contract.console import ArgumentParser, LineProgress, print_document, progress, run_command, say
+from contract.errors import GateError, UsageError
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> NoReturn:
+        raise error
+
+    return main
+
+
+def test_a_command_that_returns_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: 0) == 0
+    assert run_command(lambda: 3) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_our_errors_are_one_line_of_cause_and_one_of_cure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(GateError("the cut has 12.1 dB", "calibrate with more images"))) == 3
+    assert capsys.readouterr() == ("", "error: the cut has 12.1 dB\n  cure: calibrate with more images\n")
+
+
+def test_unknown_errors_are_one_line_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUTLAYER_DEBUG", raising=False)
+    assert run_command(raising(KeyError("x"))) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "internal error: KeyError: 'x'",
+        "  cure: run again with CUTLAYER_DEBUG=1 and report the traceback",
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), GateError("cause", "cure")], ids=["unknown", "ours"])
+def test_debug_shows_the_traceback(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTLAYER_DEBUG", "1")
+    assert run_command(raising(error)) in (1, 3)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_is_not_an_error() -> None:
+    with pytest.raises(SystemExit) as leaving:
+        run_command(raising(SystemExit(0)))
+    assert leaving.value.code == 0
+
+
+def test_a_reader_that_went_away_is_quiet() -> None:
+    program = (
+        "import sys; from contract.console import print_document, run_command\n"
+        "def main():\n    sys.stdin.read()\n    print_document('numbers', {'n': list(range(99999))})\n    return 0\n"
+        "sys.exit(run_command(main))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        child.stdout.close()
+        child.stdin.close()
+        assert child.stderr.read() == b""
+        assert child.wait() == 141
+
+
+def parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="server-run", description="Adapt.")
+    parser.add_argument("--strategy", choices=["split_adaptation", "eeft"])
+    parser.add_argument("--threads", type=int)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--strategy", "split_adaption"], "unknown 'split_adaption' (did you mean 'split_adaptation'?)"),
+        (["--strategy", "x"], "unknown 'x' (known: eeft, split_adaptation)"),
+        (["--threads", "two"], "invalid int value: 'two'"),
+        (["--thread", "2"], "unrecognized arguments: --thread 2"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(
+    arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        parser().parse_args(arguments)
+    assert cause in error.value.cause
+    assert error.value.cure == "see server-run --help"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_right_command_line_parses() -> None:
+    assert parser().parse_args(["--strategy", "eeft"]) == argparse.Namespace(strategy="eeft", threads=None)
+
+
+def test_subcommands_raise_usage_errors_too() -> None:
+    outer = ArgumentParser(prog="tool")
+    outer.add_subparsers().add_parser("build").add_argument("--fast", action="store_true")
+    with pytest.raises(UsageError, match="did you mean 'build'"):
+        outer.parse_args(["biuld"])
+    with pytest.raises(UsageError, match="unrecognized arguments"):
+        outer.parse_args(["build", "--quick"])
+
+
+def test_the_document_is_versioned_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    print_document("profile", {"energy_j": None, "name": "Zürich"})
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"schema_version": 1, "kind": "profile", "energy_j": None, "name": "Zürich"}
+    assert out.isascii() and err == ""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_document_never_holds_a_number_that_is_none(value: float) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        print_document("profile", {"energy_j": value})
+
+
+def test_words_for_people_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    say("3 images were skipped")
+    assert capsys.readouterr() == ("", "3 images were skipped\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(progress([1, 2, 3], total=3, description="reading", unit="images")) == [1, 2, 3]
+    assert "\r" in terminal.getvalue() and "3/3" in terminal.getvalue()
+
+
+def test_elsewhere_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress(iter("abc"), total=3, description="reading", unit="images")) == ["a", "b", "c"]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("reading: 3/3 images, 0 s") and err.count("\n") == 1
+    assert all(character.isprintable() for character in err.rstrip("\n"))
+
+
+def test_lines_come_once_per_interval_and_at_the_end() -> None:
+    now_s = iter([0.0, *range(4, 100, 4)]).__next__
+    out = io.StringIO()
+    with LineProgress(None, None, "training", "steps", clock=now_s, out=out) as bar:
+        for _ in range(5):
+            bar.update(2)
+    lines = out.getvalue().splitlines()
+    assert [line.split(" steps")[0] for line in lines] == ["training: 6", "training: 10"]
+    assert lines[0] == "training: 6 steps, 16 s, 0.4 steps/s"
+
+
+def test_progress_says_where_it_stopped_when_the_work_fails() -> None:
+    out = io.StringIO()
+    with pytest.raises(OSError), LineProgress(None, 5, "reading", "images", out=out) as bar:
+        bar.update(2)
+        raise OSError
+    assert out.getvalue().startswith("reading: 2/5 images")
+
+
+def test_progress_without_an_iterable_cannot_be_iterated() -> None:
+    with pytest.raises(TypeError, match="call update"):
+        iter(LineProgress(None, 5, "reading", "images")).__next__()

@@ -1,0 +1,143 @@
+"""One message of every type and one manifest, whose bytes in protocol 1 are kept beside this file.
+
+`python -m tests.golden.samples` writes the files that are missing; one that exists is never written again, since
+devices in the field speak these bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from contract import manifest as package
+from contract.codec import encode
+from contract.images import ImageRule
+from contract.messages import (
+    Ask,
+    Bye,
+    Challenge,
+    Chunk,
+    Features,
+    Gradient,
+    Heartbeat,
+    Hello,
+    Message,
+    Proof,
+    Refuse,
+    Scores,
+    Welcome,
+)
+from contract.tokens import Statistics, TokenLayout
+
+FOLDER = Path(__file__).parent / "protocol_1"
+MANIFEST_FILE = Path(__file__).parent / "manifest_1.json"
+SEQ, ACK = 7, 3
+
+_DIGEST = "0123456789abcdef" * 4
+
+
+def _codes(*shape: int) -> np.ndarray:
+    return (np.arange(np.prod(shape)) % 255 - 127).reshape(shape).astype(np.int8)
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return (np.arange(np.prod(shape)) / 8 - 1).reshape(shape).astype(np.float32)
+
+
+def _ids(count: int) -> np.ndarray:
+    return np.arange(count * 16, dtype=np.uint8).reshape(count, 16)
+
+
+MESSAGES: dict[str, Message] = {
+    "hello": Hello("pi-4", "0123456789abcdef", 1, 1, ("ask-head-step",), _DIGEST, 10, _DIGEST, "adapt", "s-1", 5),
+    "hello_first": Hello("pi-4", "0123456789abcdef", 1, 2, (), None, 0, None, "infer", None, 0, 262144),
+    "challenge": Challenge(bytes(range(32))),
+    "proof": Proof(bytes(range(64))),
+    "welcome": Welcome(
+        *("s-1", "run-3", "clinic", "split_adaptation", "permuted-label", 10, _DIGEST, _DIGEST),
+        *(1.0, 42, 16, 10.0, 5),
+    ),
+    "refuse": Refuse("class-list", "expected 10 classes, found 9", "use the class list of the site", None),
+    "refuse_later": Refuse("busy", "1000 devices are connected", "wait — it comes back by itself", 30.0),
+    "ask": Ask("a-1", "collect_features", {"kappa": 1.0, "seed": 42}, 600.0),
+    "ask_score_batch": Ask(
+        *("a-2", "score_batch", {"split": "train"}, 60.0),
+        {"logits": _floats(2, 3), "sample_ids": _ids(2)},
+    ),
+    "ask_head_step": Ask("a-3", "head_step", {}, 60.0, {"features": _floats(2, 5), "sample_ids": _ids(2)}),
+    "features": Features(
+        *("a-1", 0, 3, "train", _ids(2), _codes(2, 5, 4)),
+        np.arange(8, dtype=np.uint16).reshape(2, 4),
+        np.array([1, 0], np.uint16),
+    ),
+    "features_bare": Features("infer-1", 0, 1, "infer", _ids(1), _codes(1, 5, 4), None, None),
+    "scores": Scores("infer-1", 0, _floats(1, 3)),
+    "gradient": Gradient("a-2", 0.75, 1, 2, _floats(2, 3)),
+    "chunk": Chunk(_DIGEST, 0, 2, 9, np.arange(5, dtype=np.uint8)),
+    "heartbeat": Heartbeat(12, True, "training, epoch 12 of 100", 3.5),
+    "bye": Bye("collected", True),
+}
+
+
+def numbers(name: str) -> dict[str, int]:
+    """Number and acknowledgement that the golden frame of a sample bears."""
+    kind = MESSAGES[name].TYPE
+    if kind in ("hello", "challenge", "proof", "welcome", "refuse"):
+        return {"seq": 0, "ack": 0}
+    return {"seq": 0 if kind in ("heartbeat", "bye") else SEQ, "ack": ACK}
+
+
+MANIFEST = package.Manifest(
+    format=package.FORMAT,
+    name="front",
+    version=3,
+    model="vit_tiny_patch16_224",
+    family="vit",
+    cuts=(
+        package.Cut(
+            index=2,
+            depth=12,
+            onnx="front.onnx",
+            input_name="images",
+            output_name="tokens",
+            input_shape=(3, 32, 32),
+            macs=123456,
+            tokens=TokenLayout(prefix=1, grid=(2, 2), dim=4),
+            statistics=Statistics(
+                sigma_prefix=(1.0, 0.5, 0.25, 0.125),
+                sigma_patch=(0.1, 0.2, 0.3, 0.4),
+                absmax_prefix=(4.0, 3.0, 2.0, 1.0),
+                absmax_patch=(1e-07, 1e22, 0.0, 1.5),
+            ),
+            weights=(
+                package.WeightRecord("blocks.0.attn.qkv", (4, 12), 1, 100, 148, None, 196),
+                package.WeightRecord("blocks.0.mlp.fc2", (16, 4), 1, 244, 308, 324, 388),
+            ),
+        ),
+    ),
+    image=ImageRule(32, 32, "bicubic", 0.9, "center", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), "white", 64000000),
+    quantization=package.Quantization("w8a8", ("smooth", "shift"), 0.98, ("head",), 31.5, 0.9997, False),
+    engine=package.EngineNeeds(20, 10, "1.19"),
+    transforms=package.TransformRules(0.1, 1.0, 2.0, True),
+    label_modes=("permuted-label", "client-head"),
+    classes=("apple", "äpfel"),
+    files=(
+        package.FileRecord("front.onnx", 1024, _DIGEST),
+        package.FileRecord("golden.safetensors", 96, _DIGEST[::-1]),
+    ),
+    signer="0123456789abcdef",
+    created="2026-11-28T00:00:00Z",
+)
+
+
+def _write_missing() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    frames = {FOLDER / f"{name}.bin": encode(message, **numbers(name)) for name, message in MESSAGES.items()}
+    for path, data in {**frames, MANIFEST_FILE: package.to_bytes(MANIFEST)}.items():
+        if not path.exists():
+            path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    _write_missing()
