@@ -37,40 +37,44 @@ def noised_onnx(
     noised = bytearray(data)
     changed = saturated = total = 0
     for record in weights:
-        codes = _read(noised, record, "codes", record.codes_offset, record.shape, np.dtype(np.int8))
-        scales = _read(noised, record, "scales", record.scales_offset, _channels(record), np.dtype("<f4"))
+        codes = _int8(noised, record)
+        scales = _floats(noised, record, "scales", record.scales_offset, _channels(record))
         noisy = noisy_weights(codes, scales, record.channel_axis, alpha, key_for(record.name))
         if record.shift_offset is not None and record.bias_offset is not None:
-            shift = _read(noised, record, "shift", record.shift_offset, record.shape[:1], np.dtype("<f4"))
-            bias = _read(noised, record, "bias", record.bias_offset, _channels(record), np.dtype("<f4"))
+            shift = _floats(noised, record, "shift", record.shift_offset, codes.size // _channels(record))
+            bias = _floats(noised, record, "bias", record.bias_offset, _channels(record))
             bias = corrected_bias(bias, shift, codes, noisy.codes, scales, record.channel_axis)
-            _write(noised, record.bias_offset, np.asarray(bias, dtype="<f4"))
-        _write(noised, record.codes_offset, np.asarray(noisy.codes, dtype=np.int8))
+            _write(noised, record.bias_offset, bias.astype("<f4").tobytes())
+        _write(noised, record.codes_offset, noisy.codes.tobytes())
         changed += noisy.changed
         saturated += noisy.saturated
         total += codes.size
     return noised, changed / total if total else 0.0, saturated
 
 
-def _channels(record: WeightRecord) -> tuple[int]:
-    return (record.shape[record.channel_axis],)
+def _channels(record: WeightRecord) -> int:
+    return record.shape[record.channel_axis]
 
 
-def _read(
-    data: bytearray, record: WeightRecord, part: str, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
-) -> NDArray[np.generic]:
-    """Copy one little-endian array out of the file: a view would pin the bytearray's buffer while it is written."""
-    count = math.prod(shape)
-    end = offset + count * dtype.itemsize
-    if offset < 0 or end > len(data):
+def _int8(data: bytearray, record: WeightRecord) -> NDArray[np.int8]:
+    raw = _part(data, record, "codes", record.codes_offset, math.prod(record.shape))
+    return np.frombuffer(raw, np.int8).reshape(record.shape)
+
+
+def _floats(data: bytearray, record: WeightRecord, part: str, offset: int, count: int) -> NDArray[np.float32]:
+    return np.frombuffer(_part(data, record, part, offset, 4 * count), "<f4").astype(np.float32)
+
+
+def _part(data: bytearray, record: WeightRecord, part: str, offset: int, size_bytes: int) -> bytes:
+    """A copy: a view would pin the bytearray's buffer while it is written."""
+    if offset < 0 or offset + size_bytes > len(data):
         raise ManifestError(
-            f"the {part} of layer {record.name} should lie at bytes {offset} to {end}, "
+            f"the {part} of layer {record.name} should lie at bytes {offset} to {offset + size_bytes}, "
             f"but the ONNX file has {len(data)} bytes",
             "the package is damaged or its manifest belongs to another file: fetch the package again",
         )
-    return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape).copy()
+    return bytes(memoryview(data)[offset : offset + size_bytes])
 
 
-def _write(data: bytearray, offset: int, values: NDArray[np.generic]) -> None:
-    raw = np.ascontiguousarray(values).tobytes()
+def _write(data: bytearray, offset: int, raw: bytes) -> None:
     data[offset : offset + len(raw)] = raw

@@ -360,7 +360,7 @@ class Session:
             events += self._take_numbered(envelope.seq, message)
         elif envelope.seq:
             raise self._fault(Direction.RECEIVE, f"{message.TYPE} with number 0", f"{envelope.seq}")
-        elif not (self.state is State.LEAVING and isinstance(message, Heartbeat)):
+        else:
             self._agree(Direction.RECEIVE, message)
             events.append(Received(0, message))
             if isinstance(message, Welcome) and message.last_seq:

@@ -15,7 +15,7 @@ OURS = {"contract", "edge_runtime", "exporter", "server_runtime", "tools", "test
 
 # Package -> (our packages it may import, third-party modules it may import). None: no limit.
 RULES: dict[str, tuple[set[str], set[str] | None]] = {
-    "contract": (set(), {"numpy", "PIL", "safetensors", "cryptography", "tqdm", "tomli"}),
+    "contract": (set(), {"numpy", "PIL", "safetensors", "cryptography", "tqdm", "tomli", "tomllib"}),
     "edge_runtime": (
         {"contract"},
         {"numpy", "onnxruntime", "websockets", "psutil", "cryptography", "safetensors"},

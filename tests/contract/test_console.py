@@ -163,7 +163,7 @@ def test_elsewhere_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None
 def test_lines_come_once_per_interval_and_at_the_end() -> None:
     now_s = iter([0.0, *range(4, 100, 4)]).__next__
     out = io.StringIO()
-    with LineProgress(None, None, "training", "steps", clock=now_s, out=out) as bar:
+    with LineProgress[None](None, None, "training", "steps", clock=now_s, out=out) as bar:
         for _ in range(5):
             bar.update(2)
     lines = out.getvalue().splitlines()
@@ -173,7 +173,7 @@ def test_lines_come_once_per_interval_and_at_the_end() -> None:
 
 def test_progress_says_where_it_stopped_when_the_work_fails() -> None:
     out = io.StringIO()
-    with pytest.raises(OSError), LineProgress(None, 5, "reading", "images", out=out) as bar:
+    with pytest.raises(OSError), LineProgress[None](None, 5, "reading", "images", out=out) as bar:
         bar.update(2)
         raise OSError
     assert out.getvalue().startswith("reading: 2/5 images")

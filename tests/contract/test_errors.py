@@ -27,7 +27,7 @@ def test_the_drawn_tree_is_the_real_one() -> None:
         depth = len(indent) // 4 - 1
         above = [*above[:depth], name]
         drawn[name] = (above[-2] if depth else "Exception", int(code))
-    assert drawn == {each.__name__: (each.__base__.__name__, each.exit_code) for each in CLASSES}
+    assert drawn == {each.__name__: (each.__mro__[1].__name__, each.exit_code) for each in CLASSES}
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)

@@ -236,7 +236,7 @@ def layer(rows: int, columns: int, seed: int = 0, rms: float = 33.6) -> np.ndarr
     return np.clip(np.rint(rng.normal(0, rms, (rows, columns))), -127, 127).astype(np.int8)
 
 
-SCALES = np.linspace(0.5, 2.0, 64, dtype=np.float32) / 1000
+SCALES = (np.linspace(0.5, 2.0, 64, dtype=np.float32) / 1000).astype(np.float32)
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1])
@@ -263,7 +263,7 @@ def test_weight_noise_repeats_with_its_key_and_only_with_it() -> None:
     assert first.codes.dtype == np.int8 and first.codes.min() >= -127
 
 
-def deviation(codes: Any, scales: Any, alpha: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+def deviation(codes: Any, scales: Any, alpha: float) -> Any:
     """Standard deviation of n_x w + n_plus in steps, for channel axis 1, written as in the paper."""
     weights = codes * scales.astype(np.float64)
     return np.sqrt((alpha * weights) ** 2 + (alpha * weights.std()) ** 2) / scales

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.codec import decode, encode
 from contract.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from contract.messages import MESSAGES, Ask, Bye, Features, Gradient, Heartbeat, Refuse
+from contract.messages import MESSAGES, Ask, Bye, Gradient, Heartbeat, Refuse
 from contract.session import TRANSITIONS, Acknowledged, Direction, Received, Role, Session, SessionLimits, State
 from tests.contract.session_line import ASK, RESUME, features, run
 from tests.contract.session_pair import HANDSHAKE, HELLO, LIMITS, WELCOME, fresh, pair
@@ -140,6 +140,13 @@ def test_bye_closes_the_other_side(role: Role) -> None:
     assert joined.side(SERVER if role is DEVICE else DEVICE).state is State.CLOSED
     with pytest.raises(LocalProtocolError, match="expected to send nothing, found heartbeat"):
         joined.side(role).send(SAMPLES["heartbeat"])
+
+
+def test_nothing_is_written_after_the_peer_s_bye() -> None:
+    joined = pair()
+    joined.device.send(features())
+    joined.say(SERVER, Bye("collected", True))
+    assert joined.device.frames_to_send() == []
 
 
 def test_bye_that_crosses_another_closes_both() -> None:

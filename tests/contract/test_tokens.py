@@ -141,7 +141,7 @@ def test_sources_are_those_of_brute_force(
     seed: int, count: int, positions: int, dim: int, kind: type, block: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    features = rng.integers(-3, 4, (count, positions, dim)).astype(kind)  # small integers: many ties, zeros, twins
+    features: Any = rng.integers(-3, 4, (count, positions, dim)).astype(kind)  # small integers: many ties, zeros, twins
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMILARITY_BLOCK_BYTES", block)
         sources = retrieval_sources(features)
@@ -151,7 +151,7 @@ def test_sources_are_those_of_brute_force(
 
 def test_ties_go_to_the_lowest_index_in_wide_tokens_too() -> None:
     token = np.random.default_rng(0).normal(size=1024)
-    features = np.stack([token * factor for factor in np.linspace(0.1, 9.0, 77)]).astype(np.float32)[:, np.newaxis]
+    features: Any = np.stack([token * factor for factor in np.linspace(0.1, 9.0, 77)]).astype(np.float32)[:, np.newaxis]
     assert retrieval_sources(features)[:, 0].tolist() == [1] + [0] * 76
 
 

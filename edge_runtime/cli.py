@@ -1,0 +1,96 @@
+"""edge-run: the command line of a device. Flags, configuration, and how the report is printed.
+
+What a run does is `run`'s part; errors and exit codes are contract.console's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from contract.console import ArgumentParser, print_document, run_command, say
+from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
+from edge_runtime.report import Report, document, to_csv, to_table
+from edge_runtime.state import write_durably
+
+FORMATS = ("table", "csv", "json")
+CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
+EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edge.toml or cutlayer.toml [device]."
+
+
+def parser() -> ArgumentParser:
+    """Every setting of the configuration is a flag; the rest is about this one call."""
+    commands = ArgumentParser(
+        "edge-run", "Run a model's frontend on this device's images and adapt with the server.", EPILOG
+    )
+    for field in FIELDS:
+        commands.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            choices=CHOICES.get(field.name),
+            metavar=None if field.name in CHOICES else field.name.upper(),
+            help=field.help,
+        )
+    commands.add_argument(
+        "--infer", action="store_true", help="predict the classes of the images instead of adapting to them"
+    )
+    commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
+    commands.add_argument(
+        "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
+    )
+    commands.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the report to FILE instead of stdout"
+    )
+    commands.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration file instead of ./edge.toml or ./cutlayer.toml"
+    )
+    commands.add_argument(
+        "--show-config", action="store_true", help="print every setting and where it comes from, and stop"
+    )
+    return commands
+
+
+def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
+    """The command behind its command line. Raises: CutlayerError."""
+    flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
+    resolved = resolve_config(flags, environ, arguments.config, directory)
+    config = device_config(resolved.values)
+    if arguments.show_config:
+        print(resolved.show())
+        return 0
+    from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
+
+    report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
+    if report is not None:
+        print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def print_report(report: Report, form: str, output: Path | None) -> None:
+    """To stdout, or whole into a file."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        if form == "json":
+            print_document("edge-run", document(report))
+        else:
+            print(to_csv(report) if form == "csv" else to_table(report), end="")
+    if output is None:
+        sys.stdout.write(text.getvalue())
+    else:
+        write_durably(output, text.getvalue().encode(), mode=0o644)
+
+
+def main() -> int:
+    """Entry point of edge-run."""
+    code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
+    if any(thread.name == "edge-worker" for thread in threading.enumerate()):
+        sys.stderr.flush()  # stdout was flushed above
+        os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
+    return code

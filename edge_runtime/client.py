@@ -1,0 +1,249 @@
+"""The only socket: connect, feed what comes in to `conduct`, flush what it gives, come back after every failure.
+
+It decides nothing: what to say is conduct's, how long to wait is reconnect's part. The library's own keep-alive is off:
+liveness is the session's heartbeat, which goes on while the worker computes (WI-01).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import ssl
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import WebSocketException
+
+from contract.codec import LIMITS as CODEC_LIMITS
+from contract.errors import ConfigError, CutlayerError, ProtocolError, RefusedError, TrainingError, UnreachableError
+from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
+from edge_runtime.config import is_loopback
+from edge_runtime.delivery import Delivery
+from edge_runtime.reconnect import Backoff, explain
+
+
+@dataclass(frozen=True)
+class ClientLimits:
+    """Waits of the socket, in seconds."""
+
+    open_s: float = 20.0
+    tick_s: float = 0.5
+    goodbye_s: float = 3.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the server is, and what vouches for it."""
+
+    server: str
+    ca: Path | None
+    clock_floor: datetime
+
+
+@dataclass
+class Traffic:
+    """Bytes of all WebSocket messages, handshakes and repetitions included."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    connections: int = 0
+
+
+class Client:
+    """One run's connections, one after the other."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        conduct: Conduct,
+        delivery: Delivery,
+        backoff: Backoff,
+        say: Callable[[str], None],
+        on_tick: Callable[[], None] = lambda: None,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        """`on_tick` is called a few times a second while connected: to read meters and draw bars."""
+        self.traffic = Traffic()
+        self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
+        self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
+        self._on_tick = on_tick
+        self._wake = asyncio.Event()
+        self._connected = False
+        self._status = ""
+
+    async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
+        """Stay with the server until the run is over, or `stop` is set.
+
+        Raises: UnreachableError with `once`; RefusedError, AuthError, ProtocolError when coming back is of no use;
+        TrainingError when the server gave up; what the worker raised.
+        """
+        loop = asyncio.get_running_loop()
+        self._delivery.on_change = lambda: loop.call_soon_threadsafe(self._wake.set)
+        context = tls_context(self._endpoint)
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._unless_stopped(self._connect(context, stop), stop)
+                failure: BaseException = ConnectionError("the server closed it")
+            except RefusedError as error:
+                if error.retry_after_s is None or once:
+                    raise
+                failure = error
+            except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
+                failure = error
+            if self._conduct.outcome is not None:
+                return final(self._conduct.outcome)
+            if stop.is_set():
+                return Outcome("stopped", True)
+            await self._wait(failure, time.monotonic() - started_s, stop, once)
+
+    async def _wait(self, failure: BaseException, lasted_s: float, stop: asyncio.Event, once: bool) -> None:
+        told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
+        if once:
+            raise UnreachableError(told.cause, told.cure) from failure
+        wait_s = self._backoff.next_wait_s(
+            lasted_s, failure.retry_after_s if isinstance(failure, RefusedError) else None
+        )
+        self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), wait_s)
+
+    async def _unless_stopped(self, connection: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+        """Await a connection's whole life; when stopped, one that stands takes leave by itself, another is dropped."""
+        task, stopping = asyncio.create_task(connection), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._connected:
+                await asyncio.wait((task,), timeout=2 * self._limits.goodbye_s)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, stopping):
+                each.cancel()
+            await asyncio.gather(task, stopping, return_exceptions=True)
+
+    async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
+        async with connect(self._endpoint.server, **self._options(context)) as socket:
+            self._connected = True
+            self.traffic.connections += 1
+            self._conduct.connect(channel_binding(socket))
+            tasks = [asyncio.create_task(work) for work in (self._read(socket), self._write(socket, stop))]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                errors = [error for task in tasks if task.done() and (error := task.exception())]
+                if errors:  # a reason of ours says more than the socket's that it ended
+                    raise next((error for error in errors if isinstance(error, CutlayerError)), errors[0])
+            except CutlayerError as error:
+                await self._say_goodbye(socket, error.code if isinstance(error, RefusedError) else "error")
+                raise
+            finally:
+                self._connected = False
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _options(self, context: ssl.SSLContext | None) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "ssl": context,
+            "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
+            "max_size": CODEC_LIMITS.frame_bytes,
+            "max_queue": 4,
+            "open_timeout": self._limits.open_s,
+            "close_timeout": self._limits.goodbye_s,
+            "ping_interval": None,
+        }
+        if "proxy" in inspect.signature(connect.__init__).parameters and is_loopback(
+            urlsplit(self._endpoint.server).hostname or ""
+        ):
+            options["proxy"] = None  # websockets 15 and later take one from the environment
+        return options
+
+    async def _read(self, socket: ClientConnection) -> None:
+        async for frame in socket:
+            if isinstance(frame, str):
+                raise ProtocolError(
+                    "the server sent text, expected binary frames", "check that --server is a Cutlayer server"
+                )
+            self.traffic.received_bytes += len(frame)
+            for order in self._conduct.receive(frame, time.monotonic()):
+                assert self._conduct.welcome is not None
+                self._delivery.take(order, self._conduct.welcome)
+            if self._conduct.server_status not in ("", self._status):
+                self._status = self._conduct.server_status
+                self._say(f"server: {self._status}")
+            self._wake.set()
+
+    async def _write(self, socket: ClientConnection, stop: asyncio.Event) -> None:
+        """Flush whenever something changed, and at least every tick, until the run is over or stopped."""
+        waiting_since_s = time.monotonic()
+        while True:
+            self._wake.clear()
+            if self._delivery.failure is not None:
+                raise self._delivery.failure
+            while not self._delivery.answered.empty():
+                self._conduct.work_done(self._delivery.answered.get())
+            self._on_tick()
+            now_s = time.monotonic()
+            waiting_since_s = now_s if self._delivery.busy else waiting_since_s
+            try:
+                self._conduct.tick(now_s, self._delivery.busy, now_s - waiting_since_s)
+            except ProtocolError as error:
+                raise PeerLost(error.cause) from error
+            await self._flush(socket)
+            if self._conduct.outcome is not None or stop.is_set():
+                await self._say_goodbye(socket, "stopped" if stop.is_set() else "done")
+                return
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._limits.tick_s)
+
+    async def _flush(self, socket: ClientConnection) -> None:
+        while frames := self._conduct.frames_to_send():
+            for frame in frames:
+                await socket.send(frame)
+                self.traffic.sent_bytes += len(frame)
+
+    async def _say_goodbye(self, socket: ClientConnection, reason: str) -> None:
+        self._conduct.leave(reason)
+        with suppress(WebSocketException, OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._flush(socket), self._limits.goodbye_s)
+
+
+class PeerLost(Exception):
+    """The server said nothing for too long: connect again."""
+
+
+def final(outcome: Outcome) -> Outcome:
+    """Raises: TrainingError when the server let this device go without having finished."""
+    if outcome.reason not in FINAL_REASONS:
+        raise TrainingError(f"the server ended the run: {outcome.reason}", "look at the server's log and report")
+    return outcome
+
+
+def tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+    """Verification is never switched off; None for ws:// on this machine.
+
+    Raises: ConfigError when the CA file cannot be used.
+    """
+    if urlsplit(endpoint.server).scheme == "ws":
+        return None
+    try:
+        return ssl.create_default_context(cafile=endpoint.ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"the CA certificate {endpoint.ca} cannot be used: {error}", "give --ca a PEM file"
+        ) from error
+
+
+def channel_binding(socket: ClientConnection) -> bytes:
+    """SHA-256 of the server's certificate (DER), so that a relayed proof is worth nothing; empty without TLS."""
+    tls = socket.transport.get_extra_info("ssl_object")
+    certificate = tls.getpeercert(binary_form=True) if tls else None
+    return hashlib.sha256(certificate).digest() if certificate else b""

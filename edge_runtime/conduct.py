@@ -1,0 +1,212 @@
+"""The device's side of the conversation, without sockets: what to say next, what to keep, what to hand to the worker.
+
+Pure but for the spool it is given. Legal order is contract.session's rule, the terms are `terms`'s; `client` feeds
+frames in, writes frames out, and forwards what `receive` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from contract.canonical import INT_MAX
+from contract.codec import LIMITS as CODEC_LIMITS
+from contract.codec import decode
+from contract.errors import AuthError, RefusedError
+from contract.messages import (
+    PROTOCOL,
+    PROTOCOL_MIN,
+    Ask,
+    Bye,
+    Challenge,
+    Heartbeat,
+    Hello,
+    Message,
+    Proof,
+    Refuse,
+    Scores,
+    Welcome,
+)
+from contract.session import Acknowledged, Role, Session, SessionLimits, State
+from contract.signature import proof_payload
+from edge_runtime.spool import Spool
+from edge_runtime.terms import Terms, check_ask, check_welcome
+from edge_runtime.unanswered import Unanswered
+
+AUTH_CODES = ("unknown-device", "wrong-key")
+FINAL_REASONS = ("collected", "done")  # what a server says when it needs this device no longer
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this device is, and the key that proves it."""
+
+    device: str
+    key_id: str
+    sign: Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "collected", "done", "stopped", or the server's own word."""
+
+    reason: str
+    may_return: bool
+
+
+Order = Ask | Welcome  # for the worker: answer this; or begin predicting under these terms
+
+
+class Conduct:
+    """One run of edge-run over any number of connections."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        terms: Terms,
+        purpose: Literal["adapt", "infer"],
+        spool: Spool,
+        window: Unanswered | None = None,
+    ) -> None:
+        """`window` holds the batches of a prediction run (purpose "infer")."""
+        self.outcome: Outcome | None = None
+        self.server_status = ""
+        self.welcome: Welcome | None = None
+        self._identity, self._terms, self._purpose = identity, terms, purpose
+        self._spool, self._window = spool, window
+        self._session = Session(Role.DEVICE, SessionLimits())
+        self._channel_binding = b""
+        self._claimed: str | None = None  # the session that our hello resumes
+        self._sent = 0
+        self._connections = 0
+        self._working_on: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the handshake is done and nobody has left."""
+        return self._session.state is State.OPEN
+
+    # In.
+
+    def connect(self, channel_binding: bytes) -> None:
+        """Begin a session on a new connection; `channel_binding` is the server certificate's digest, or empty."""
+        head = self._spool.head
+        self._claimed = head.session if head and self._purpose == "adapt" else None
+        self._channel_binding = channel_binding
+        # Frames kept in memory only were numbered beyond what a fresh process knows: only later connections can check.
+        given_out = self._spool.next_seq if self._connections else INT_MAX
+        self._connections += 1
+        self._session = Session(Role.DEVICE, SessionLimits(), next_seq=given_out)
+        self._session.send(
+            Hello(
+                device=self._identity.device,
+                key_id=self._identity.key_id,
+                protocol_min=PROTOCOL_MIN,
+                protocol_max=PROTOCOL,
+                features=(),
+                package_digest=self._terms.package_digest,
+                class_count=self._terms.class_count,
+                class_list_hash=self._terms.class_list_hash,
+                purpose=self._purpose,
+                session=self._claimed,
+                last_seq=0,  # nothing of the server's is kept: it asks again, by ask id
+            )
+        )
+
+    def receive(self, frame: bytes, now_s: float) -> list[Order]:
+        """Take in a frame; what it gives the worker to do is returned.
+
+        Raises: RemoteProtocolError; RefusedError or AuthError when either side says no.
+        """
+        orders: list[Order] = []
+        for event in self._session.receive(frame, now_s):
+            if isinstance(event, Acknowledged):
+                self._spool.acknowledge(event.seq)
+                continue
+            order = self._take(event.message)
+            orders += [order] if order else []
+            if event.seq:
+                self._session.stored(event.seq)
+        return orders
+
+    def _take(self, message: Message) -> Order | None:
+        match message:
+            case Challenge():
+                payload = proof_payload(message.nonce, self._channel_binding, self._identity.device, self._claimed)
+                self._session.send(Proof(self._identity.sign(payload)))
+            case Welcome():
+                return self._join(message)
+            case Refuse():
+                raise refused(message)
+            case Ask():
+                check_ask(message, self._terms)
+                if message.ask != self._working_on:  # asked again on a new connection, while the work goes on
+                    self._working_on = message.ask
+                    return message
+            case Scores() if self._window is not None:
+                self._window.answer(message.ask, message.batch, message.values)
+                self._finish_when_answered()
+            case Heartbeat():
+                self.server_status = message.waiting_for
+            case Bye() if message.reason in FINAL_REASONS or not message.may_return:
+                self.outcome = Outcome(message.reason, message.may_return)
+            case _:
+                pass
+        return None
+
+    def _join(self, welcome: Welcome) -> Order | None:
+        check_welcome(welcome, self._terms)
+        first, self.welcome = self.welcome is None, welcome
+        if self._window is not None:
+            self._window.restart(welcome.session, welcome.run)
+        else:
+            head = self._spool.head
+            resumed = head is not None and (head.session, head.run) == (welcome.session, welcome.run)
+            if not resumed or welcome.last_seq < self._spool.acknowledged:
+                self._spool.begin(welcome.session, welcome.run, welcome.last_seq)
+                self._working_on = None
+            self._spool.acknowledge(welcome.last_seq)
+        self._sent = welcome.last_seq
+        return welcome if first and self._window is not None else None
+
+    # Out.
+
+    def frames_to_send(self) -> list[bytes]:
+        """Frames to write now, at most one message of the spool among them; call again until it is empty."""
+        session, seq = self._session, self._sent + 1
+        if session.credit > 0 and seq < self._spool.next_seq:
+            session.send(decode(self._spool.read(seq), CODEC_LIMITS.object_bytes).message, seq)
+            self._sent = seq
+        return session.frames_to_send()
+
+    def tick(self, now_s: float, busy: bool, since_s: float) -> None:
+        """Let time pass: heartbeats go out, a silent peer is noticed.
+
+        Raises: ProtocolError when the server is silent for too long.
+        """
+        self._session.status = Heartbeat(self._sent, busy, "" if busy else "an ask", since_s)
+        self._session.tick(now_s)
+        self._finish_when_answered()
+
+    def work_done(self, ask: str) -> None:
+        """The worker has put its whole answer into the spool: the same ask may be given to it again."""
+        if self._working_on == ask:
+            self._working_on = None
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye, if the conversation is open; nothing of what this device holds is in `reason`."""
+        if self.is_open:
+            self._session.send(Bye(reason, may_return=True))
+
+    def _finish_when_answered(self) -> None:
+        if self._window is not None and self._window.complete and self.outcome is None:
+            self.outcome = Outcome("done", True)
+
+
+def refused(message: Refuse) -> RefusedError | AuthError:
+    """The server's refusal as our error."""
+    cause = f"the server refuses ({message.code}): {message.cause}"
+    if message.code in AUTH_CODES:
+        return AuthError(cause, message.cure)
+    return RefusedError(cause, message.cure, message.code, message.retry_after_s)

@@ -1,0 +1,126 @@
+"""What a device is told to do: one frozen dataclass, from flags, CUTLAYER_DEVICE_* variables and edge.toml.
+
+Where each value comes from is settled by contract.config; the signed manifest has its say later, in `terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from contract.config import REQUIRED, Field, Resolved, find_file, resolve
+from contract.errors import ConfigError, suggest
+
+SECTION = "device"
+FILES = ("edge.toml", "cutlayer.toml")
+LABEL_MODES = ("permuted-label", "logit-gradient", "client-head")
+NOISE_MODES = ("keyed", "fresh")
+
+FIELDS = (
+    Field("engine", str, REQUIRED, "the package folder, or DIR/front.onnx or DIR/front.plan in it"),
+    Field("data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer"),
+    Field("server", str, REQUIRED, "wss://host:port of the server (ws:// on this machine only)"),
+    Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher"),
+    Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's"),
+    Field("key", Path, REQUIRED, "this device's private key (PEM), whose public half the server has enrolled"),
+    Field("name", str, REQUIRED, "this device's name, as the server has enrolled it"),
+    Field("state", Path, REQUIRED, "directory on a local disk where this device keeps its state"),
+    Field("site_secret", Path, None, "32 bytes that the devices of one site share; a device alone makes its own"),
+    Field("classes", Path, None, "class list, one a line; default: the class folders"),
+    Field("label_mode", str, "permuted-label", f"the one label mode this device accepts: {', '.join(LABEL_MODES)}"),
+    Field(
+        "noise", str, "keyed", "keyed: each image always gets the same noise; fresh: as published, to reproduce a paper"
+    ),
+    Field("alpha", float, None, "strength of the weight noise; default: the package's"),
+    Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
+    Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
+    Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
+)
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """The settings of one device; None where the signed manifest decides."""
+
+    engine: str
+    data: Path
+    server: str
+    trust: Path
+    ca: Path | None
+    key: Path
+    name: str
+    state: Path
+    site_secret: Path | None
+    classes: Path | None
+    label_mode: str
+    noise: str
+    alpha: float | None
+    kappa_floor: float | None
+    max_releases: int
+    threads: int
+
+
+def resolve_config(
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None, directory: Path
+) -> Resolved:
+    """Settle every setting; `file` is --config, `directory` where edge.toml or cutlayer.toml is looked for.
+
+    Raises: ConfigError.
+    """
+    return resolve(SECTION, FIELDS, flags, environ, find_file(file, directory, FILES))
+
+
+def device_config(values: Mapping[str, Any]) -> DeviceConfig:
+    """The checked configuration. Raises: ConfigError naming the setting."""
+    config = DeviceConfig(**values)
+    require_choice("label_mode", config.label_mode, LABEL_MODES)
+    require_choice("noise", config.noise, NOISE_MODES)
+    require_range("alpha", config.alpha, 0.0, 1.0)
+    require_range("kappa_floor", config.kappa_floor, 0.0, 1000.0)
+    require_range("max_releases", config.max_releases, 1, 1_000_000)
+    require_range("threads", config.threads, 0, 1024)
+    check_server(config.server)
+    return config
+
+
+def check_server(server: str) -> None:
+    """TLS off this machine, always. Raises: ConfigError."""
+    try:
+        parts = urlsplit(server)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"server should be wss://host:port, found {server!r}: {error}", "correct --server") from error
+    if parts.scheme not in ("ws", "wss") or not host:
+        raise ConfigError(f"server should be wss://host:port, found {server!r}", "correct --server")
+    if parts.scheme == "ws" and not is_loopback(host):
+        raise ConfigError(
+            f"server {server} would send features over {host} without TLS",
+            "use wss:// (and --ca for a certificate of your own)",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Is this the machine itself? Decided by address, for `127.example.com` is not."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_choice(name: str, found: str, known: tuple[str, ...]) -> None:
+    if found not in known:
+        raise ConfigError(
+            f"{name} should be one of {', '.join(known)}, found {found!r}{suggest(found, known)}",
+            f"correct --{name.replace('_', '-')}",
+        )
+
+
+def require_range(name: str, found: float | None, lowest: float, highest: float) -> None:
+    if found is not None and not lowest <= found <= highest:
+        raise ConfigError(
+            f"{name} should be {lowest} to {highest}, found {found}", f"correct --{name.replace('_', '-')}"
+        )

@@ -1,0 +1,156 @@
+"""From the worker into the spool, on a thread of its own: an upload goes on where the spool has it, and may be stopped.
+
+What the answers are is `worker`'s part, sending them is `client`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from contract.codec import encode
+from contract.errors import DataError
+from contract.messages import Ask, Features, Welcome
+from edge_runtime.conduct import Order
+from edge_runtime.spool import Spool
+from edge_runtime.unanswered import Unanswered
+from edge_runtime.worker import Upload, Worker
+
+ROOM_POLL_S = 0.5
+THREAD_NAME = "edge-worker"
+
+
+class Stopped(Exception):
+    """The run is being stopped; nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class UploadNote:
+    """What the spool remembers of the upload whose frames it holds: batch i has the number first_seq + i."""
+
+    ask: str
+    first_seq: int
+    fingerprint: str
+    fresh: str | None
+
+
+def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_draw: Callable[[], str | None]) -> Upload:
+    """Where an upload begins: at its first batch, or behind those that the spool or the server has.
+
+    `new_draw` names the noise of a new upload (None: keyed). The plan is durable when this returns.
+    Raises: DataError when the upload was begun with other images or settings.
+    """
+    note = read_note(spool)
+    if note is None or note.ask != ask.ask:
+        upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), welcome.frame_bytes, fresh=new_draw())
+        note = UploadNote(ask.ask, spool.next_seq, worker.fingerprint(upload), upload.fresh)
+        spool.annotate(json.dumps(asdict(note)))
+        return upload
+    done = max(0, spool.next_seq - note.first_seq)
+    upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), welcome.frame_bytes, done, note.fresh)
+    if worker.fingerprint(upload) != note.fingerprint:
+        raise DataError(
+            f"the upload {ask.ask} was begun with other images or settings ({done} batches of it are on their way)",
+            "put the images and settings back as they were, or let the server start a new run",
+        )
+    if (
+        spool.next_seq < note.first_seq
+    ):  # a damaged spool lost frames in front of this upload: its numbers begin earlier
+        spool.annotate(json.dumps(asdict(note) | {"first_seq": spool.next_seq}))
+    return upload
+
+
+def read_note(spool: Spool) -> UploadNote | None:
+    """The upload that the spool speaks of; the spool's CRC vouches for the text."""
+    return UploadNote(**json.loads(spool.head.note)) if spool.head and spool.head.note else None
+
+
+class Delivery:
+    """The worker's thread: orders in, frames into the spool."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        spool: Spool,
+        new_draw: Callable[[], str | None],
+        window: Unanswered | None,
+        stop: threading.Event,
+    ) -> None:
+        """`stop` interrupts the worker at its next image; `window` is there for a prediction run."""
+        self.failure: Exception | None = None
+        self.busy = False
+        self.on_change: Callable[[], object] = lambda: None  # called from the worker's thread after each frame
+        self.answered: queue.SimpleQueue[str] = queue.SimpleQueue()  # asks whose whole answer is in the spool
+        self._worker, self._spool, self._new_draw, self._window, self._stop = worker, spool, new_draw, window, stop
+        self._upload: tuple[int, int] | None = None  # number of its first frame, images per frame
+        self._orders: queue.SimpleQueue[tuple[Order, Welcome] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+
+    def images_acknowledged(self) -> int | None:
+        """How many images of the upload in hand the server has; None while there is none."""
+        if self._upload is None:
+            return None
+        first_seq, size = self._upload
+        batches = max(0, self._spool.acknowledged - first_seq + 1)
+        return min(batches * size, len(self._worker.samples))
+
+    def take(self, order: Order, welcome: Welcome) -> None:
+        """Queue an order that came under these terms."""
+        self.busy = True
+        self._orders.put((order, welcome))
+
+    def close(self) -> None:
+        """Let the thread end when it has nothing left to do."""
+        self._orders.put(None)
+
+    def _run(self) -> None:
+        while self.failure is None and (entry := self._orders.get()) is not None:
+            order, welcome = entry
+            try:
+                if isinstance(order, Ask):
+                    self._answer(order, welcome)
+                else:
+                    self._predict(order)
+            except Stopped:
+                pass
+            except Exception as error:  # whatever it is, the socket's thread raises it where it is reported
+                self.failure = error
+            self.busy = not self._orders.empty()
+            self.on_change()
+
+    def _answer(self, ask: Ask, welcome: Welcome) -> None:
+        if ask.kind == "collect_features":
+            upload = plan_upload(ask, welcome, self._worker, self._spool, self._new_draw)
+            note = read_note(self._spool)
+            self._upload = (note.first_seq, self._worker.batch_size(upload)) if note else None
+        else:
+            upload = Upload(ask.ask, "train", welcome.kappa, welcome.frame_bytes)
+        for message in self._worker.answer(ask, welcome.run, upload):
+            self._wait(self._spool.wait_for_room)
+            # Features are promised for good; gradients are made again by ask id.
+            self._spool.append(encode(message, seq=0, ack=0), durable=isinstance(message, Features))
+            self.on_change()
+        self.answered.put(ask.ask)
+
+    def _predict(self, welcome: Welcome) -> None:
+        assert self._window is not None
+        upload = Upload(self._window.ask, "infer", welcome.kappa, welcome.frame_bytes, fresh=self._new_draw())
+        for message in self._worker.infer(upload):
+            self._wait(self._window.wait_for_room)
+            self._window.put(message.batch, encode(message, seq=0, ack=0))
+            self.on_change()
+        self._window.finish()
+
+    def _wait(self, for_room: Callable[[float], bool]) -> None:
+        """Room comes with acknowledgements or scores, however long the server is away."""
+        while not for_room(ROOM_POLL_S):
+            check_stop(self._stop)
+
+
+def check_stop(stop: threading.Event) -> None:
+    """Raises: Stopped once the run is being stopped."""
+    if stop.is_set():
+        raise Stopped

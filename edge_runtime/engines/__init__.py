@@ -1,0 +1,52 @@
+"""Engines: one file each, and the door that opens one by its name.
+
+An engine maps normalised images to tokens; which file it runs, and the noise on its weights, are decided elsewhere.
+The file's name is the engine's name in the config; nothing is imported before it is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.errors import EngineError, suggest
+
+__all__ = ["Engine", "engine_names", "open_engine"]
+
+
+class Engine(Protocol):
+    """A frontend that is ready to run."""
+
+    name: str
+    version: str  # of the runtime that really runs
+    threads: int
+    int8_layers: int | None  # linear layers that ran as int8 kernels in a profiled run; None when the engine cannot say
+
+    def run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Tokens (B, T, d) of normalised images (B, 3, h, w).
+
+        Raises: EngineError when the runtime fails.
+        """
+
+
+def engine_names() -> list[str]:
+    """The engines this build has: the files of this folder."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+
+
+def open_engine(name: str, model: Path | bytes, threads: int) -> Engine:
+    """Open `model` (a file, or its bytes) in the engine of that name.
+
+    Raises: EngineError when there is no such engine, its runtime is not installed, or it refuses the model.
+    """
+    if name not in engine_names():
+        raise EngineError(
+            f"there is no engine {name!r}{suggest(name, engine_names())}", "choose one that this build has"
+        )
+    module = importlib.import_module(f"edge_runtime.engines.{name}")
+    return cast("Callable[[Path | bytes, int], Engine]", module.open_model)(model, threads)

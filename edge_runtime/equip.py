@@ -1,0 +1,242 @@
+"""Everything a run needs, made ready in one go: state, secrets, package, images, engine, worker.
+
+It decides little: each part's rules are in its own file. The conversation with the server is left to `run`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.canonical import decode, encode, from_json, to_json
+from contract.console import Progress, progress
+from contract.errors import ConfigError
+from contract.keyed_noise import class_list_hash, permutation
+from contract.signature import key_id, load_private, load_public, sign_raw
+from edge_runtime.conduct import Identity
+from edge_runtime.config import DeviceConfig
+from edge_runtime.cpus import allowed_affinity, usable_cpus
+from edge_runtime.data import Dataset, load_dataset, read_class_list, require_labels
+from edge_runtime.delivery import check_stop
+from edge_runtime.engines import Engine, open_engine
+from edge_runtime.install import Installed, install
+from edge_runtime.label_keeper import LabelKeeper
+from edge_runtime.meters import probe
+from edge_runtime.package_choice import PackageChoice, choose_package
+from edge_runtime.pipeline import Frontend
+from edge_runtime.reconnect import BUILT
+from edge_runtime.release_ledger import ReleaseLedger
+from edge_runtime.stages import Stages
+from edge_runtime.state import State, open_secret, open_state, read_or_set_aside, read_secret, write_durably
+from edge_runtime.terms import Terms, device_terms
+from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
+from edge_runtime.worker import Bench, Surroundings, Worker
+
+SITE_RECORD_BYTES = 1 << 20
+
+Purpose = Literal["adapt", "infer"]
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What a prediction run needs to know of the adaptation before it."""
+
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """All that `run` drives."""
+
+    config: DeviceConfig
+    purpose: Purpose
+    state: State
+    choice: PackageChoice
+    installed: Installed
+    identity: Identity
+    terms: Terms
+    dataset: Dataset
+    wire_labels: NDArray[np.int64]
+    engine: Engine
+    codes_changed: float
+    worker: Worker
+    keeper: LabelKeeper
+    stages: Stages
+
+    @property
+    def clock_floor(self) -> datetime:
+        """A time that has passed for certain: this build, and the signing of the package."""
+        created = datetime.fromisoformat(self.installed.manifest.created.replace("Z", "+00:00"))
+        return max(BUILT, created)
+
+    def remember_site(self) -> None:
+        """Keep the class list for later predictions."""
+        write_durably(self.state.site, to_json(encode(SiteRecord(self.dataset.classes))))
+
+
+def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Callable[[str], None]) -> Equipment:
+    """Make everything ready, the cheap checks first. Raises: CutlayerError of the part that is not; Stopped."""
+    key = load_private(config.key)
+    publisher = load_public(config.trust)
+    choice = choose_package(config.engine)
+    if choice.fallback_reason:
+        say(choice.fallback_reason)
+    state = open_state(config.state)
+    secret, _ = open_secret(state.device_secret, "device secret")
+    site_secret = open_site_secret(config, state, say)
+    threads = config.threads or usable_cpus(allowed_affinity())
+    installed = install(
+        choice.folder,
+        state.packages,
+        {key_id(publisher): publisher},
+        lambda path: open_engine(choice.engine, path, threads),
+        say,
+    )
+    check_stop(stop)
+    dataset = find_images(config, purpose, state, installed, secret, stop, say)
+    classes_hash = class_list_hash(site_secret, dataset.classes)
+    terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash)
+    engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
+    check_stop(stop)
+    wire_labels = number_classes(terms, site_secret, installed.digest)
+    stages = Stages(probe().meter, time.monotonic)
+    keeper = LabelKeeper(
+        {sample.sample_id: sample.label for sample in dataset.samples}, len(dataset.classes), secret, state.head, say
+    )
+    bench = Bench(
+        Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms,
+        secret, installed.digest, wire_labels, config.max_releases, state.features,
+    )  # fmt: skip
+    around = Surroundings(
+        lambda total, description, unit: progress(total=total, description=description, unit=unit),
+        lambda: check_stop(stop),
+    )
+    worker = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around)
+    identity = Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
+    return Equipment(
+        config,
+        purpose,
+        state,
+        choice,
+        installed,
+        identity,
+        terms,
+        dataset,
+        wire_labels,
+        engine,
+        codes_changed,
+        worker,
+        keeper,
+        stages,
+    )
+
+
+def open_site_secret(config: DeviceConfig, state: State, say: Callable[[str], None]) -> bytes:
+    """The secret that a site's devices share; a device that was given none makes its own and says what that means."""
+    if config.site_secret is not None:
+        return read_secret(config.site_secret, "site secret (--site-secret)")
+    secret, made = open_secret(state.site_secret, "site secret")
+    if made:
+        say(
+            f"no --site-secret: this device is taken to be its site's only one, and made {state.site_secret}; "
+            "devices of one site must share it, so give a copy of it to each with --site-secret"
+        )
+    return secret
+
+
+def find_images(
+    config: DeviceConfig,
+    purpose: Purpose,
+    state: State,
+    installed: Installed,
+    secret: bytes,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> Dataset:
+    """The samples of --data under the site's class list. Raises: DataError, ConfigError."""
+    classes = known_classes(config, purpose, state, installed, say)
+
+    reading: Progress[None] = progress(total=None, description="reading", unit="images")
+    with reading as bar:
+
+        def tick() -> None:
+            bar.update(1)
+            check_stop(stop)
+
+        dataset = load_dataset(config.data, classes, secret, installed.manifest.image.max_pixels, tick)
+    for entry in dataset.skipped:
+        say(f"skipped {entry.file}: {entry.reason}")
+    if purpose == "adapt":
+        require_labels(dataset, config.data)
+    return dataset
+
+
+def known_classes(
+    config: DeviceConfig, purpose: Purpose, state: State, installed: Installed, say: Callable[[str], None]
+) -> tuple[str, ...] | None:
+    """The class list: --classes, else the package's, else for predictions the adaptation's; None: the class folders.
+
+    Raises: ConfigError when predictions would have no names.
+    """
+    if config.classes is not None:
+        return read_class_list(config.classes)
+    if installed.manifest.classes is not None:
+        return installed.manifest.classes
+    if purpose == "adapt":
+        return None
+    record = read_or_set_aside(state.site, lambda data: decode(SiteRecord, from_json(data, SITE_RECORD_BYTES)), say)
+    if record is None:
+        raise ConfigError(
+            "this device does not know the class list that predictions are named by",
+            "adapt with this --state first, or give --classes FILE",
+        )
+    return record.classes
+
+
+def open_noised(
+    engine: str,
+    installed: Installed,
+    alpha: float,
+    secret: bytes,
+    threads: int,
+    state: State,
+    say: Callable[[str], None],
+) -> tuple[Engine, float]:
+    """The engine on this device's own weights, and the share of weight codes that the noise changed.
+
+    Raises: ConfigError when the package has no weights that noise can act on; EngineError.
+    """
+    path: Path = installed.onnx
+    changed_share = 0.0
+    if alpha > 0.0:
+        if not installed.cut.weights:
+            raise ConfigError(
+                f"alpha {alpha} asks for weight noise, and the package has no int8 weights",
+                "set alpha = 0, or export the package with --int8",
+            )
+        path, noise = noise_frontend(
+            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), state.engines, say
+        )
+        changed_share = noise.changed_share
+    return open_engine(engine, path, threads), changed_share
+
+
+def number_classes(terms: Terms, site_secret: bytes, package_digest: bytes) -> NDArray[np.int64]:
+    """What each class is called on the wire: a secret permutation in permuted-label mode, else its own number."""
+    if terms.label_mode != "permuted-label":
+        return np.arange(terms.class_count, dtype=np.int64)
+    return permutation(site_secret, terms.class_count, "classes", package_digest)
+
+
+def new_ask_id() -> str:
+    """A name for a prediction run that no other run has."""
+    return f"infer-{secrets.token_hex(8)}"

@@ -1,0 +1,261 @@
+"""Installing a package: verify it step by step, then swap it in; a bad part is named, an older version refused.
+
+The order is the point: sizes, signature over the exact manifest bytes, only then their meaning, rollback, the files'
+digests, an engine that opens, golden vectors, and at last one rename. The laws of each step are `contract`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError
+from contract.images import normalise
+from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
+from contract.signature import PublicKey, verify
+from edge_runtime.engines import Engine
+from edge_runtime.state import sync_folder
+
+GOLDEN_NAME = "golden.safetensors"
+COPY_BLOCK_BYTES = 1 << 20
+FETCH = "copy the package folder again from the server"
+
+
+@dataclass(frozen=True)
+class InstallLimits:
+    """What an installer takes in, and how near the golden vectors an engine must come."""
+
+    signature_bytes: int = 4096
+    golden_bytes: int = 64 << 20
+    golden_snr_db: float = 25.0
+
+
+LIMITS_OF_INSTALL = InstallLimits()
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A package that passed every check, in its place in the state directory."""
+
+    folder: Path
+    manifest: Manifest
+    digest: bytes
+    golden_snr_db: float
+
+    @property
+    def cut(self) -> Cut:
+        """The frontend that this device runs: the package's first."""
+        return self.manifest.cuts[0]
+
+    @property
+    def onnx(self) -> Path:
+        return self.folder / self.cut.onnx
+
+
+def install(
+    source: Path,
+    packages: Path,
+    trusted: Mapping[str, PublicKey],
+    open_frontend: Callable[[Path], Engine],
+    say: Callable[[str], None],
+) -> Installed:
+    """Verify the package in `source` and make it the current one under `packages`.
+
+    `open_frontend` opens the frontend without noise, for the golden vectors.
+    Raises: SignatureError, ManifestError, RollbackError, PackageError, EngineError; DeviceError when the disk refuses.
+    """
+    signed = read_limited(source / MANIFEST_NAME, LIMITS.size_bytes)
+    signature = read_limited(source / SIGNATURE_NAME, LIMITS_OF_INSTALL.signature_bytes)
+    verify(signed, signature, trusted)
+    manifest = from_bytes(signed)
+    package_digest = digest(signed)
+    refuse_rollback(manifest, package_digest, packages)
+    folder = packages / package_digest.hex()
+    try:
+        for leftover in packages.glob(".incoming-*"):
+            shutil.rmtree(leftover)
+        if not is_whole(folder, manifest, say):
+            shutil.rmtree(folder, ignore_errors=True)
+            incoming = packages / f".incoming-{package_digest.hex()}"
+            copy_package(source, incoming, manifest, signed, signature)
+            snr_db = check_golden(incoming, manifest, open_frontend)
+            os.rename(incoming, folder)
+        else:
+            snr_db = check_golden(folder, manifest, open_frontend)
+        point_current(packages, folder.name)
+    except OSError as error:
+        raise DeviceError(
+            f"the package cannot be installed in {packages}: {error}", "make room on the disk and start again"
+        ) from error
+    return Installed(folder, manifest, package_digest, snr_db)
+
+
+def read_limited(path: Path, limit_bytes: int) -> bytes:
+    """Raises: PackageError when the file is missing, unreadable or too big to be what it should be."""
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(limit_bytes + 1)
+    except OSError as error:
+        raise PackageError(f"the package lacks {path.name}: {error.strerror} ({path.parent})", FETCH) from error
+    if len(data) > limit_bytes:
+        raise PackageError(f"{path.name} should have at most {limit_bytes} bytes, found more", FETCH)
+    return data
+
+
+def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -> None:
+    """Raises: RollbackError when this name was installed with a higher version, or with this one and other content."""
+    for path in sorted(packages.glob(f"*/{MANIFEST_NAME}")):
+        try:
+            data = path.read_bytes()
+            known = from_bytes(data)
+        except (OSError, CutlayerError):
+            continue  # damaged after it was installed: it is set right when it is installed again
+        if known.name != manifest.name:
+            continue
+        if known.version > manifest.version:
+            raise RollbackError(
+                f"package {manifest.name} version {manifest.version} is older than the installed {known.version}",
+                "sign the frontend again with a higher version, or give this device a new --state",
+            )
+        if known.version == manifest.version and digest(data) != package_digest:
+            raise RollbackError(
+                f"package {manifest.name} version {manifest.version} was installed with digest "
+                f"{digest(data).hex()[:12]}, this one has {package_digest.hex()[:12]}",
+                "a changed package needs a higher version",
+            )
+
+
+def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bool:
+    """Is this very package installed already, every byte as listed?"""
+    if not folder.is_dir():
+        return False
+    try:
+        for record in manifest.files:
+            check_file(folder / record.name, record, None)
+    except (PackageError, OSError) as error:
+        say(f"the installed copy is damaged and is installed again: {error}")
+        return False
+    return True
+
+
+def copy_package(source: Path, incoming: Path, manifest: Manifest, signed: bytes, signature: bytes) -> None:
+    """Copy exactly the listed files, checking each byte on the way; the manifest goes in as it was verified.
+
+    Raises: PackageError naming the file; OSError.
+    """
+    incoming.mkdir(mode=0o700)
+    for record in manifest.files:
+        check_file(source / record.name, record, incoming / record.name)
+    for name, data in ((MANIFEST_NAME, signed), (SIGNATURE_NAME, signature)):
+        with (incoming / name).open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    sync_folder(incoming)
+
+
+def check_file(path: Path, record: FileRecord, copy_to: Path | None) -> None:
+    """Size and SHA-256 of a file against the manifest, copying it on the way if asked.
+
+    Raises: PackageError naming the file; OSError when the copy cannot be written.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != record.size_bytes:
+            raise PackageError(f"{record.name} should have {record.size_bytes} bytes, found {size_bytes}", FETCH)
+        reader = path.open("rb")
+    except OSError as error:
+        raise PackageError(f"the package lacks {record.name}: {error.strerror}", FETCH) from error
+    found = hashlib.sha256()
+    with reader, (copy_to or Path(os.devnull)).open("wb") as writer:
+        while block := reader.read(COPY_BLOCK_BYTES):
+            found.update(block)
+            if copy_to is not None:
+                writer.write(block)
+        if copy_to is not None:
+            writer.flush()
+            os.fsync(writer.fileno())
+    if found.hexdigest() != record.sha256:
+        raise PackageError(
+            f"{record.name} should have SHA-256 {record.sha256[:16]}..., found {found.hexdigest()[:16]}...", FETCH
+        )
+
+
+def check_golden(folder: Path, manifest: Manifest, open_frontend: Callable[[Path], Engine]) -> float:
+    """SNR in dB of the engine's tokens against those shipped, without noise.
+
+    Raises: PackageError when the golden file is not what the manifest says; EngineError when the engine is too far off.
+    """
+    cut = manifest.cuts[0]
+    pixels, expected = read_golden(folder / GOLDEN_NAME, manifest, cut)
+    try:
+        engine = open_frontend(folder / cut.onnx)
+        tokens = engine.run(normalise(pixels, manifest.image))
+    except EngineError as error:
+        raise EngineError(
+            f"{cut.onnx}: {error.cause} (the package needs onnxruntime {manifest.engine.onnxruntime_min} or later)",
+            error.cure,
+        ) from error
+    if tokens.shape != expected.shape:
+        raise PackageError(f"{cut.onnx} should give tokens {expected.shape}, found {tokens.shape}", FETCH)
+    snr_db = signal_to_noise_db(expected, tokens)
+    if not snr_db >= LIMITS_OF_INSTALL.golden_snr_db:
+        raise EngineError(
+            f"{GOLDEN_NAME}: {engine.name} {engine.version} should give the shipped tokens within "
+            f"{LIMITS_OF_INSTALL.golden_snr_db} dB, found {snr_db:.1f} dB",
+            "this engine computes something else than the exporter checked: use another version of it",
+        )
+    return snr_db
+
+
+def read_golden(path: Path, manifest: Manifest, cut: Cut) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Pixels (n, h, w, 3) uint8 and tokens (n, T, d) float32. Raises: PackageError."""
+    if all(record.name != path.name for record in manifest.files):
+        raise PackageError(f"the manifest lists no {path.name}", "export the package again")
+    if path.stat().st_size > LIMITS_OF_INSTALL.golden_bytes:
+        raise PackageError(
+            f"{path.name} should have at most {LIMITS_OF_INSTALL.golden_bytes} bytes", "export the package again"
+        )
+    try:
+        tensors = load_file(path)
+        pixels, tokens = tensors["pixels"], tensors["tokens"]
+    except (SafetensorError, KeyError) as error:
+        raise PackageError(f"{path.name} should hold pixels and tokens: {error}", "export the package again") from error
+    image, layout = manifest.image, cut.tokens
+    if pixels.shape[1:] != (image.height, image.width, 3) or pixels.dtype != np.uint8 or len(pixels) == 0:
+        raise PackageError(
+            f"{path.name}: pixels {pixels.dtype} {pixels.shape} do not fit the manifest", "export the package again"
+        )
+    if tokens.shape != (len(pixels), layout.count, layout.dim) or tokens.dtype != np.float32:
+        raise PackageError(
+            f"{path.name}: tokens {tokens.dtype} {tokens.shape} do not fit the manifest", "export the package again"
+        )
+    return pixels, tokens
+
+
+def signal_to_noise_db(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """10 log10 of the signal's power over the difference's; infinite when equal, NaN when not finite."""
+    signal = float(np.square(expected, dtype=np.float64).sum())
+    noise = float(np.square(np.subtract(found, expected, dtype=np.float64)).sum())
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if 0.0 < signal < math.inf and noise < math.inf else math.nan
+
+
+def point_current(packages: Path, name: str) -> None:
+    """`current` names the new package from one instant to the next."""
+    link = packages / ".current.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    os.replace(link, packages / "current")
+    sync_folder(packages)

@@ -1,0 +1,114 @@
+"""The labels' side of training on the device: the loss of the server's logits, and in client-head mode the head itself.
+
+Labels stay here; what a gradient tells of them is said in `head.softmax_gradient`. Whether the mode allows an ask is
+left to `terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.errors import RemoteProtocolError
+from contract.keyed_noise import derive_key
+from contract.messages import Ask, Gradient
+from edge_runtime.head import (
+    BatchLoss,
+    Head,
+    HeadCheckpoint,
+    checkpoint_from_bytes,
+    checkpoint_to_bytes,
+    head_step,
+    new_head,
+    softmax_gradient,
+)
+from edge_runtime.state import read_or_set_aside, write_durably
+
+START_ANEW = "start a new run on the server"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How the device's own head learns (algorithms 1.2 J)."""
+
+    learning_rate: float = 1e-3
+
+
+class LabelKeeper:
+    """Answers score_batch and head_step; the same ask id gets the same answer."""
+
+    def __init__(
+        self,
+        labels: Mapping[bytes, int | None],
+        class_count: int,
+        secret: bytes,
+        head_path: Path,
+        say: Callable[[str], None],
+        settings: HeadSettings | None = None,
+    ) -> None:
+        """`labels` maps wire ids to class numbers; the secret seeds the head: its start is not the server's choice."""
+        self._labels, self._class_count, self._secret = labels, class_count, secret
+        self._head_path, self._settings = head_path, settings or HeadSettings()
+        self._checkpoint = read_or_set_aside(head_path, checkpoint_from_bytes, say)
+        self._scored: Gradient | None = None
+
+    def head_of(self, run: str) -> Head | None:
+        """The head that was trained in this run, if there is one."""
+        return self._checkpoint.head if self._checkpoint and self._checkpoint.run == run else None
+
+    def score(self, ask: Ask) -> Gradient:
+        """SA step 6 with the head on the server: loss of its logits (B, C), and d loss / d logits.
+
+        Raises: RemoteProtocolError for unknown samples or another number of classes.
+        """
+        if self._scored is None or self._scored.ask != ask.ask:
+            logits = ask.tensors["logits"]
+            if logits.shape[1] != self._class_count:
+                raise RemoteProtocolError(
+                    f"ask {ask.ask}: expected logits of {self._class_count} classes, found {logits.shape[1]}",
+                    START_ANEW,
+                )
+            self._scored = gradient_message(ask.ask, softmax_gradient(logits, self._labels_of(ask)))
+        return self._scored
+
+    def step_head(self, ask: Ask, run: str) -> Gradient:
+        """SA step 6 with the head here: one Adam step on features (B, d), durable before its gradient is answered.
+
+        Raises: RemoteProtocolError as `score`; DeviceError when the disk refuses.
+        """
+        known = self._checkpoint
+        if known is None or known.run != run or known.ask != ask.ask:
+            features = ask.tensors["features"]
+            head = self.head_of(run) or self._first_head(run, features.shape[1])
+            if head.weight.shape[1] != features.shape[1]:
+                raise RemoteProtocolError(
+                    f"ask {ask.ask}: expected features of {head.weight.shape[1]} values, found {features.shape[1]}",
+                    START_ANEW,
+                )
+            moved, loss = head_step(head, features, self._labels_of(ask), self._settings.learning_rate)
+            known = self._checkpoint = HeadCheckpoint(moved, run, ask.ask, loss)
+            write_durably(self._head_path, checkpoint_to_bytes(known))
+        return gradient_message(ask.ask, known.answer)
+
+    def _first_head(self, run: str, dim: int) -> Head:
+        seed = int.from_bytes(derive_key(self._secret, "head", run), "little")
+        return new_head(self._class_count, dim, np.random.default_rng(seed))
+
+    def _labels_of(self, ask: Ask) -> NDArray[np.int64]:
+        """Class numbers (B,) of the ask's samples: joined by id, never by place (SE-03)."""
+        labels = [self._labels.get(sample_id.tobytes()) for sample_id in ask.tensors["sample_ids"]]
+        known = [label for label in labels if label is not None]
+        if len(known) < len(labels):
+            raise RemoteProtocolError(
+                f"ask {ask.ask} names {len(labels) - len(known)} samples that this device never sent", START_ANEW
+            )
+        return np.array(known, np.int64)
+
+
+def gradient_message(ask: str, loss: BatchLoss) -> Gradient:
+    """The loss of a batch as it goes on the wire."""
+    return Gradient(ask, loss.mean_loss, loss.correct, loss.count, loss.gradient)

@@ -1,0 +1,66 @@
+"""Which package and which engine `--engine` names, and why another engine than the one asked for will run.
+
+The package's contents are not looked at; that is left to `install`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from contract.errors import ConfigError
+from contract.manifest import MANIFEST_NAME
+from edge_runtime.engines import engine_names
+
+DEFAULT_ENGINE = "onnxruntime"
+ENGINE_OF_SUFFIX = {"onnx": "onnxruntime", "plan": "tensorrt"}  # any other suffix is an engine's own name
+
+
+@dataclass(frozen=True)
+class PackageChoice:
+    """The package folder, the engine that will run, and the reason when it is not the one asked for."""
+
+    folder: Path
+    engine: str
+    fallback_reason: str | None
+
+
+def choose_package(spec: str) -> PackageChoice:
+    """Read `DIR`, `DIR/front.onnx`, `DIR/front.plan`, or `NAME.plan` for the package `NAME/` beside it.
+
+    A plan is a cache of the package, built where it runs: the file itself need not exist.
+    Raises: ConfigError when no package folder fits, or the suffix names no engine.
+    """
+    path = Path(spec)
+    if (path / MANIFEST_NAME).is_file():
+        return PackageChoice(path, DEFAULT_ENGINE, None)
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is not a package: it has no {MANIFEST_NAME}",
+            "give the folder that export-frontend wrote (not its .backend twin)",
+        )
+    suffix = path.suffix.removeprefix(".")
+    if not suffix:
+        raise ConfigError(f"there is no package folder {path}", "give the folder that export-frontend wrote")
+    folder = next((place for place in (path.parent, path.with_suffix("")) if (place / MANIFEST_NAME).is_file()), None)
+    if folder is None:
+        raise ConfigError(
+            f"{path} names the package folder {path.with_suffix('')}/, which does not exist or has no {MANIFEST_NAME}",
+            "copy the package folder that export-frontend wrote to the device; plans are built from it, never copied",
+        )
+    return choose_engine(folder, ENGINE_OF_SUFFIX.get(suffix, suffix))
+
+
+def choose_engine(folder: Path, asked: str) -> PackageChoice:
+    """The engine asked for if this device has it, else ONNX Runtime with the reason said."""
+    if asked in engine_names():
+        return PackageChoice(folder, asked, None)
+    if asked != "tensorrt":
+        raise ConfigError(f"no engine is called {asked!r}; there are {', '.join(engine_names())}", "correct --engine")
+    reason = (
+        "this version builds no TensorRT plans"
+        if find_spec("tensorrt")
+        else "the Python package tensorrt is not installed"
+    )
+    return PackageChoice(folder, DEFAULT_ENGINE, f"TensorRT was asked for, {DEFAULT_ENGINE} runs instead: {reason}")

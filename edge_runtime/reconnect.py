@@ -1,0 +1,85 @@
+"""When to try again, and what to tell the operator meanwhile: pure answers to failed connections.
+
+Waiting and connecting are left to `client`.
+"""
+
+from __future__ import annotations
+
+import random
+import ssl
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+BUILT = datetime(2026, 11, 1, tzinfo=timezone.utc)  # no clock that is right shows less
+CERTIFICATE_NOT_YET_VALID = 9  # X509_V_ERR_CERT_NOT_YET_VALID
+
+
+@dataclass(frozen=True)
+class BackoffLimits:
+    """Full jitter: each wait is drawn between 0 and a bound that doubles (WI-03)."""
+
+    first_s: float = 1.0
+    longest_s: float = 300.0
+    healthy_s: float = 60.0  # a connection that lasted so long starts the count anew
+
+
+class Backoff:
+    """How long to wait before the next attempt."""
+
+    def __init__(self, rng: random.Random, limits: BackoffLimits | None = None) -> None:
+        self._rng, self._limits, self._failures = rng, limits or BackoffLimits(), 0
+
+    def next_wait_s(self, lasted_s: float, retry_after_s: float | None) -> float:
+        """Seconds to wait after a connection that lasted `lasted_s`; never less than the server asked for."""
+        if lasted_s >= self._limits.healthy_s:
+            self._failures = 0
+        bound_s = min(self._limits.longest_s, self._limits.first_s * 2.0 ** min(self._failures, 16))
+        self._failures += 1
+        return (retry_after_s or 0.0) + self._rng.uniform(0.0, bound_s)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why no conversation came about, in words."""
+
+    cause: str
+    cure: str
+
+
+def explain(error: BaseException, server: str, now: datetime, clock_floor: datetime) -> Failure:
+    """Name the fault that an operator can mend: clock, certificate, name, network.
+
+    `clock_floor` is a time that has certainly passed; a clock before it is not set (DE-02).
+    """
+    if isinstance(error, ssl.SSLError) and now < clock_floor:
+        return Failure(
+            f"{server} cannot be trusted because this device's clock is not set: "
+            f"it shows {now:%Y-%m-%d %H:%M} UTC, before {clock_floor:%Y-%m-%d}",
+            "set the clock or let NTP do it; edge-run goes on by itself then, and nothing is lost",
+        )
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == CERTIFICATE_NOT_YET_VALID:
+            return Failure(
+                f"the certificate of {server} is valid from a later time than this device's clock shows "
+                f"({now:%Y-%m-%d %H:%M} UTC)",
+                "check the clock of this device first, then the certificate's dates",
+            )
+        return Failure(
+            f"the certificate of {server} is not trusted: {error.verify_message}",
+            "give --ca the certificate that signed the server's, and check the host name",
+        )
+    if isinstance(error, ssl.SSLError):
+        return Failure(
+            f"TLS with {server} failed: {error.reason or error}", "check that the server speaks TLS on this port"
+        )
+    if isinstance(error, TimeoutError):
+        return Failure(f"{server} did not answer in time", "check the network and whether server-run is running")
+    if isinstance(error, OSError):
+        return Failure(
+            f"{server} cannot be reached: {error.strerror or error}",
+            "check the network, the name and whether server-run is running",
+        )
+    return Failure(
+        f"the connection to {server} ended: {error or type(error).__name__}",
+        "nothing to do if it comes back; else look at the server's log",
+    )

@@ -1,0 +1,126 @@
+"""The report of one edge-run as values, and as JSON document, CSV or table.
+
+Pure but for the peak of this process's memory. Energy and file names are in it because it stays on the device.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from edge_runtime.predictions import Prediction
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did; None is unknown, never 0."""
+
+    outcome: str
+    run: str | None
+    images: int
+    classes: int
+    class_counts: tuple[int, ...]
+    skipped: tuple[dict[str, str], ...]
+    duplicates: tuple[dict[str, str], ...]
+    ignored: int
+    bytes_sent_payload: int
+    bytes_per_image: float | None
+    bytes_on_wire: int
+    codes_changed: float
+    saturated: float | None
+    stages_s: dict[str, float]
+    stages_energy_j: dict[str, float | None]
+    energy_j: float | None
+    energy_reason: str | None
+    engine: str
+    engine_fallback: str | None
+    threads: int
+    int8_layers: int | None
+    linear_layers: int
+    golden_snr_db: float | None  # None: equal to the last bit
+    label_mode: str
+    kappa: float | None
+    alpha: float
+    noise: str
+    package: str
+    package_version: int
+    package_digest: str
+    peak_rss_mb: float
+    predictions: tuple[Prediction, ...] | None = None
+    accuracy: float | None = None
+
+
+def document(report: Report) -> dict[str, object]:
+    """The fields of the JSON document; predictions and accuracy only where there are predictions."""
+    fields = asdict(report)
+    if report.predictions is None:
+        del fields["predictions"], fields["accuracy"]
+    return fields
+
+
+def to_csv(report: Report) -> str:
+    """Predictions one a line, or the report's single figures as one line under their names."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if report.predictions is not None:
+        writer.writerow(("file", "class", "probability"))
+        writer.writerows((each.file, each.class_name, f"{each.probability:.6f}") for each in report.predictions)
+    else:
+        single = {name: value for name, value in document(report).items() if not isinstance(value, (dict, tuple, list))}
+        writer.writerow(single)
+        writer.writerow("" if value is None else value for value in single.values())
+    return text.getvalue()
+
+
+def to_table(report: Report) -> str:
+    """For a person on a terminal."""
+    lines = [f"{name:<16} {value}" for name, value in table_rows(report)]
+    for entry in report.skipped:
+        lines.append(f"{'skipped':<16} {entry['file']}: {entry['reason']}")
+    for entry in report.duplicates:
+        lines.append(f"{'duplicate':<16} {entry['file']} has the pixels of {entry['same_as']}")
+    if report.predictions is not None:
+        width = max((len(each.file) for each in report.predictions), default=4)
+        lines += ["", f"{'file':<{width}}  probability  class"]
+        lines += [f"{each.file:<{width}}  {each.probability:11.3f}  {each.class_name}" for each in report.predictions]
+    return "\n".join(lines) + "\n"
+
+
+def table_rows(report: Report) -> Iterable[tuple[str, str]]:
+    """Label and text of each line of the summary."""
+    yield "outcome", f"{report.outcome}{f' (run {report.run})' if report.run else ''}"
+    left_out = f"{len(report.skipped)} skipped, {len(report.duplicates)} duplicates"
+    yield "images", f"{report.images} of {report.classes} classes, {left_out}"
+    if report.accuracy is not None:
+        yield "accuracy", f"{report.accuracy:.1%}"
+    yield "package", f"{report.package} version {report.package_version} ({report.package_digest[:12]})"
+    int8 = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"
+    yield "engine", f"{report.engine}, {report.threads} threads, {int8}"
+    if report.engine_fallback:
+        yield "", report.engine_fallback
+    changed = f"{report.codes_changed:.1%} of weight codes changed"
+    yield "labels", report.label_mode
+    yield "noise", f"{report.noise}, kappa {shown(report.kappa)}, alpha {report.alpha} ({changed})"
+    per_image = "" if report.bytes_per_image is None else f", {report.bytes_per_image:.0f} bytes per image"
+    yield (
+        "upload",
+        f"{report.bytes_sent_payload} bytes of features{per_image}, {report.bytes_on_wire} bytes on the wire",
+    )
+    yield "time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages_s.items()) or "-"
+    yield "energy", f"{report.energy_j:.1f} J" if report.energy_j is not None else f"unknown: {report.energy_reason}"
+    yield "memory", f"{report.peak_rss_mb:.0f} MB at most"
+
+
+def shown(value: object) -> str:
+    """A figure, or "unknown"."""
+    return "unknown" if value is None else str(value)
+
+
+def peak_rss_mb() -> float:
+    """The most memory this process ever held, in MB of 10^6 bytes."""
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e6

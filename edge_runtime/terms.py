@@ -1,0 +1,132 @@
+"""What this device agrees to: the signed manifest and its own config, held against the server's welcome and asks.
+
+Pure. The server can ask for work; it can never ask for less protection than is agreed here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from contract.errors import RefusedError
+from contract.manifest import Manifest
+from contract.messages import Ask, Welcome
+from edge_runtime.config import DeviceConfig
+
+# What a server may ask for in each mode. In permuted-label mode a score_batch would give the labels away.
+ASKS_OF_MODE = {
+    "permuted-label": frozenset({"collect_features"}),
+    "logit-gradient": frozenset({"collect_features", "score_batch"}),
+    "client-head": frozenset({"collect_features", "head_step"}),
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """This device's side of the agreement; digests and hashes in hex."""
+
+    package_digest: str
+    class_count: int
+    class_list_hash: str
+    label_mode: str
+    kappa_floor: float
+    kappa_max: float
+    alpha: float
+
+
+def device_terms(
+    config: DeviceConfig, manifest: Manifest, package_digest: bytes, class_count: int, class_list_hash: bytes
+) -> Terms:
+    """The device's own settings, or the signed manifest's where it has none.
+
+    Raises: RefusedError when the config asks for what the package's owner ruled out.
+    """
+    rules = manifest.transforms
+    if config.label_mode not in manifest.label_modes:
+        raise refusal(
+            "label mode",
+            f"{config.label_mode} (this device's config)",
+            f"{', '.join(manifest.label_modes)} (the package)",
+            "set label_mode to one that the package allows",
+        )
+    kappa_floor = rules.kappa if config.kappa_floor is None else config.kappa_floor
+    if kappa_floor > rules.kappa_max:
+        raise refusal(
+            "kappa",
+            f"at least {kappa_floor} (this device's floor)",
+            f"at most {rules.kappa_max} (the package's ceiling)",
+            "lower kappa_floor, or ask for a package that is trained for more noise",
+        )
+    package_alpha = rules.alpha if rules.weight_noise else 0.0
+    alpha = package_alpha if config.alpha is None else config.alpha
+    return Terms(
+        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max, alpha
+    )
+
+
+def check_welcome(welcome: Welcome, terms: Terms) -> None:
+    """Raises: RefusedError naming both values of the first term that does not fit."""
+    if welcome.package_digest != terms.package_digest:
+        raise refusal(
+            "package digest",
+            terms.package_digest[:16],
+            welcome.package_digest[:16],
+            "install the package that this server's backend belongs to",
+        )
+    if welcome.label_mode != terms.label_mode:
+        raise refusal(
+            "label mode",
+            terms.label_mode,
+            welcome.label_mode,
+            "set label_mode here, or change the server's, knowing what each mode shows",
+        )
+    if welcome.class_count != terms.class_count:
+        raise refusal(
+            "number of classes",
+            str(terms.class_count),
+            str(welcome.class_count),
+            "give all devices of the site the same --classes",
+        )
+    if welcome.class_list_hash not in (None, terms.class_list_hash):
+        raise refusal(
+            "class list hash", terms.class_list_hash[:16], str(welcome.class_list_hash)[:16],
+            "give all devices of the site the same --site-secret file and the same --classes",
+        )  # fmt: skip
+    check_kappa(welcome.kappa, terms)
+
+
+def check_kappa(kappa: float, terms: Terms) -> None:
+    """Raises: RefusedError when the noise is below this device's floor or above what the package was trained for."""
+    if kappa < terms.kappa_floor and not math.isclose(kappa, terms.kappa_floor):
+        raise refusal(
+            "kappa",
+            f"at least {terms.kappa_floor} (this device's floor)",
+            str(kappa),
+            "raise the server's kappa, or lower kappa_floor here knowing what that shows",
+        )
+    if kappa > terms.kappa_max and not math.isclose(kappa, terms.kappa_max):
+        raise refusal(
+            "kappa",
+            f"at most {terms.kappa_max} (the package's ceiling)",
+            str(kappa),
+            "lower the server's kappa, or export a package that is trained for more noise",
+        )
+
+
+def check_ask(ask: Ask, terms: Terms) -> None:
+    """Raises: RefusedError when the label mode does not allow the ask, or it wants less noise than agreed."""
+    allowed = ASKS_OF_MODE[terms.label_mode]
+    if ask.kind not in allowed:
+        raise refusal(
+            f"ask {ask.ask}",
+            f"{', '.join(sorted(allowed))} (label mode {terms.label_mode})",
+            ask.kind,
+            "set the label mode that the server's strategy needs, knowing what it shows",
+        )
+    if ask.kind == "collect_features":
+        check_kappa(float(ask.parameters["kappa"]), terms)
+
+
+def refusal(term: str, ours: str, theirs: str, cure: str) -> RefusedError:
+    """This device says no, with both values."""
+    return RefusedError(f"this device refuses the server's terms: {term}: here {ours}, there {theirs}", cure, "terms")

@@ -1,0 +1,246 @@
+"""The backend's side of an export: statistics at the cut, the server's head, tuning, learning rates, accuracies.
+
+Each step's law is in statistics, tune, few_shot and channel; this file runs the shipped frontend file and puts them in
+order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from contract.console import progress, say
+from contract.keyed_noise import derive_key
+from contract.onnx_weights import noised_onnx
+from exporter.channel import WireChannel
+from exporter.few_shot import FewShotRates, FewShotSettings, choose_rates, default_rates, hold_out
+from exporter.frontend_file import FrontendFile
+from exporter.models import Facts
+from exporter.plan import ExportPlan, Limits
+from exporter.public_set import Parts, PublicSet
+from exporter.runtime import open_session, run_tokens
+from exporter.statistics import PublicTokens, TokenMoments
+from exporter.token_store import extract
+from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
+
+_LEVELS = 8  # noise strengths that tuning picks from
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every step here needs: the shipped file, the images, and where to work."""
+
+    plan: ExportPlan
+    file: FrontendFile
+    facts: Facts
+    public: PublicSet
+    parts: Parts
+    limits: Limits
+    threads: int
+    scratch: Path
+    device: str
+    tuning: TuneSettings = field(default_factory=TuneSettings)
+    few_shot: FewShotSettings = field(default_factory=FewShotSettings)
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """Top-1 on held-out public images; None: not measured. `noisy` is weight noise and feature noise as planned."""
+
+    float32: float | None = None
+    int8: float | None = None
+    untuned_noisy: float | None = None
+    tuned_clean: float | None = None
+    tuned_noisy: float | None = None
+
+
+@dataclass(frozen=True)
+class PreparedBackend:
+    """What goes into the backend directory beside the original weights."""
+
+    public_tokens: PublicTokens
+    state: dict[str, Tensor]
+    head: nn.Linear | None
+    head_origin: str
+    rates: FewShotRates
+    accuracies: Accuracies
+
+
+def prepare_untuned(bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None) -> PreparedBackend:
+    """Statistics and default rates; accuracies where the model's own head answers the public set's classes."""
+    session = open_session(bench.file.data, bench.threads)
+    images = bench.parts.tuning[: bench.limits.statistics_images]
+    moments = TokenMoments(bench.facts.layout)
+    with progress(total=len(images), description="Measuring tokens", unit="images") as bar:
+        for batch in bench.public.batches(images, bench.limits.batch):
+            moments.add(run_tokens(session, batch))
+            bar.update(len(batch))
+    accuracies = Accuracies()
+    if _could_answer(bench, head):
+        held = _Held(bench, session)
+        model = Classifier(backend, linear_head(*head))
+        accuracies = Accuracies(held.top1(model, held.exact), held.top1(model, held.coded))
+    layer = None if head is None else linear_head(*head)
+    origin = "none" if head is None else "the model's own"
+    rates = default_rates("no tuning was asked for")
+    return PreparedBackend(moments.finish(), _state(backend), layer, origin, rates, accuracies)
+
+
+def prepare_tuned(
+    bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, rng: np.random.Generator
+) -> PreparedBackend:
+    """Everything: tokens from the plain and from noisy frontends, head, learning rates, tuning, accuracies."""
+    session = open_session(bench.file.data, bench.threads)
+    plain = _extract(bench, session, bench.parts.tuning, "plain")
+    public_tokens = _statistics(bench, plain)
+    held = _Held(bench, session)
+    del session
+    noisy = [_extract_noisy(bench, bench.parts.tuning, number, rng) for number in range(_noisy_frontends(bench))]
+    tokens = TokenSet((plain, *noisy), bench.public.labels[bench.parts.tuning])
+    head_layer, origin = _server_head(bench, backend, head, tokens, held)
+    kappas = tuple(np.linspace(0.0, bench.plan.kappa_max, _LEVELS)) + (bench.plan.kappa,)
+    channel = WireChannel(public_tokens, bench.facts.layout, kappas[:_LEVELS], bench.device)
+    release = WireChannel(public_tokens, bench.facts.layout, kappas[_LEVELS:], bench.device)
+    untuned = Classifier(backend, head_layer)
+    before = _accuracies_before(bench, untuned, held, release, rng)
+    rates = _choose_rates(bench, untuned, tokens, channel, release, rng)
+    tuned = copy.deepcopy(untuned)
+    rows, classes = np.arange(len(tokens.labels)), np.arange(head_layer.out_features)
+    tune(tuned, tokens, rows, classes, channel, bench.tuning, rng, bench.device, "Tuning the backend")
+    after = Accuracies(
+        **{**vars(before),
+           "tuned_clean": held.top1(tuned, held.coded, _through(bench, channel, 0)),
+           "tuned_noisy": held.top1(tuned, held.noisy, _through(bench, release, 0))}
+    )  # fmt: skip
+    tuned.cpu()
+    return PreparedBackend(public_tokens, _state(tuned.backend), tuned.head, origin, rates, after)
+
+
+class _Held:
+    """Tokens of the held-out images: float, INT8 and, made when first asked for, from one noisy frontend."""
+
+    def __init__(self, bench: Bench, session: onnxruntime.InferenceSession) -> None:
+        self._bench = bench
+        self.labels = None if bench.public.labels is None else bench.public.labels[bench.parts.evaluation]
+        exact = open_session(str(bench.file.float_path), bench.threads)
+        self.exact = _extract(bench, exact, bench.parts.evaluation, "held-out float32")
+        self.coded = _extract(bench, session, bench.parts.evaluation, "held-out plain")
+        self.noisy = self.coded
+
+    def add_noisy(self, rng: np.random.Generator) -> None:
+        if _noisy_frontends(self._bench):
+            self.noisy = _extract_noisy(self._bench, self._bench.parts.evaluation, 99, rng)
+
+    def top1(
+        self, model: Classifier, tokens: NDArray[np.float16], through: Callable[[Tensor], Tensor] | None = None
+    ) -> float | None:
+        if not len(self.labels):
+            return None
+        return top1(model, tokens, self.labels, through, self._bench.device)
+
+
+def _accuracies_before(
+    bench: Bench, untuned: Classifier, held: _Held, release: WireChannel, rng: np.random.Generator
+) -> Accuracies:
+    held.add_noisy(rng)
+    return Accuracies(
+        float32=held.top1(untuned, held.exact),
+        int8=held.top1(untuned, held.coded),
+        untuned_noisy=held.top1(untuned, held.noisy, _through(bench, release, 0)),
+    )
+
+
+def _through(bench: Bench, channel: WireChannel, level: int) -> Callable[[Tensor], Tensor]:
+    """The wire and the filter as one function, with noise that is the same at every call of this command."""
+    generator = torch.Generator(device=bench.device).manual_seed(bench.plan.seed)
+    return lambda tokens: channel.restore(channel.release(tokens, level, generator), level)
+
+
+def _extract(
+    bench: Bench, session: onnxruntime.InferenceSession, indices: NDArray[np.int64], name: str
+) -> NDArray[np.float16]:
+    layout = bench.facts.layout
+    path = bench.scratch / f"tokens {name} {len(indices)}.npy"
+    batches = bench.public.batches(indices, bench.limits.batch)
+    return extract(session, batches, (len(indices), layout.count, layout.dim), path, f"Tokens, {name}")
+
+
+def _extract_noisy(
+    bench: Bench, indices: NDArray[np.int64], number: int, rng: np.random.Generator
+) -> NDArray[np.float16]:
+    """Tokens from a frontend with the weight noise of some device: one more random secret."""
+    secret = rng.bytes(32)
+    data, _, _ = noised_onnx(
+        bench.file.data, bench.file.records, bench.plan.alpha, lambda name: derive_key(secret, "weights", name)
+    )
+    return _extract(bench, open_session(bytes(data), bench.threads), indices, f"noisy frontend {number}")
+
+
+def _noisy_frontends(bench: Bench) -> int:
+    return bench.tuning.noisy_frontends if bench.file.records and bench.plan.alpha > 0 else 0
+
+
+def _statistics(bench: Bench, tokens: NDArray[np.float16]) -> PublicTokens:
+    moments = TokenMoments(bench.facts.layout)
+    count = min(len(tokens), bench.limits.statistics_images)
+    for start in range(0, count, bench.limits.batch):
+        moments.add(tokens[start : min(start + bench.limits.batch, count)].astype(np.float32))
+    return moments.finish()
+
+
+def _could_answer(bench: Bench, head: tuple[Tensor, Tensor] | None) -> bool:
+    """True when the model's own head has one output per class of the public set and there are images to try it on."""
+    labels = bench.public.labels
+    return (
+        head is not None and labels is not None and len(bench.parts.evaluation) > 0
+        and len(head[1]) == len(bench.public.folder.classes)
+    )  # fmt: skip
+
+
+def _server_head(
+    bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, tokens: TokenSet, held: _Held
+) -> tuple[nn.Linear, str]:
+    """The model's own head if it answers the public classes clearly above chance, else one fitted to their features."""
+    classes = len(bench.public.folder.classes)
+    if _could_answer(bench, head):
+        own = linear_head(*head)
+        accuracy = held.top1(Classifier(backend, own), held.exact)
+        if accuracy > min(3 / classes, 0.5 + 0.5 / classes):
+            return own, "the model's own"
+        say(f"the model's own head scores {accuracy:.1%} on {classes} classes, near chance: fitting a new one")
+    rows = np.arange(len(tokens.labels))
+    features = backend_features(backend, tokens, rows, bench.device, "Features for the server's head")
+    backend.cpu()
+    return fit_head(features, tokens.labels, classes), "fitted to the public set"
+
+
+def _choose_rates(
+    bench: Bench, untuned: Classifier, tokens: TokenSet, channel: WireChannel, release: WireChannel,
+    rng: np.random.Generator,
+) -> FewShotRates:  # fmt: skip
+    held = hold_out(tokens.labels, bench.few_shot, rng)
+    if not len(held):
+        reason = (
+            f"fewer than {bench.few_shot.least_classes} public classes with more than {bench.few_shot.shots} images"
+        )
+        say(f"learning rates: defaults, {reason}")
+        return default_rates(reason)
+    kept = np.setdiff1d(np.unique(tokens.labels), held)
+    head = untuned.head
+    model = Classifier(copy.deepcopy(untuned.backend), linear_head(head.weight[kept], head.bias[kept]))
+    inside = np.isin(tokens.labels, kept)
+    rows = np.flatnonzero(inside)
+    tune(model, tokens, rows, kept, channel, bench.tuning, rng, bench.device, "Tuning without the held-out classes")
+    return choose_rates(model.backend, tokens, np.flatnonzero(~inside), release, 0, bench.few_shot, rng, bench.device)
+
+
+def _state(backend: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in backend.state_dict().items()}

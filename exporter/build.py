@@ -1,0 +1,152 @@
+"""One export from plan to published package: the order of the steps, and what is written where.
+
+Each step is a file of its own; flags and messages about them are left to exporter.cli.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from contract.console import say
+from contract.errors import UsageError
+from contract.images import ImageRule
+from contract.manifest import digest, to_bytes
+from contract.signature import PrivateKey, key_id, sign
+from exporter.backend_tuning import Bench, PreparedBackend, prepare_tuned, prepare_untuned
+from exporter.checkpoint import create_model, image_rule, own_head
+from exporter.frontend_file import Halves, make_frontend_file
+from exporter.models import family_of
+from exporter.package import (
+    GOLDEN_NAME,
+    ONNX_NAME,
+    next_version,
+    previous_manifest,
+    publish,
+    staging,
+    write_manifest,
+    write_package,
+    write_tensors,
+)
+from exporter.plan import ExportPlan, Limits
+from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
+from exporter.records import figures_of, golden_of, manifest_of, write_backend
+from exporter.split import check_cut, default_cut, split_model
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an export takes from the machine it runs on."""
+
+    signer: PrivateKey
+    now: Callable[[], datetime]
+    threads: int
+    device: str  # torch's, for tuning
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was published."""
+
+    output: str
+    name: str
+    version: int
+    package_digest: str
+    signer: str
+    size_bytes: int
+    figures: dict[str, object]
+
+
+def export(plan: ExportPlan, surroundings: Surroundings, limits: Limits) -> Report:
+    """Make, check and publish the package and its backend.
+
+    Raises UsageError, DataError, ExportError and GateError; then nothing is left at the target but what was there.
+    """
+    output = Path(plan.output)
+    previous = previous_manifest(output)
+    version = next_version(previous, plan.version, output)
+    model = create_model(plan)
+    family_name, family = family_of(model)
+    facts = family.facts(model)
+    plan = replace(
+        plan, split=_cut(plan.split, facts.depth), version=version, name=plan.name or _name(plan, facts.depth)
+    )
+    rule = image_rule(model, facts.input_shape)
+    rng = np.random.default_rng(plan.seed)
+    public = _public_set(plan, rule, limits, rng)
+    parts = divide(len(public), limits, plan.limit_tuning, rng)
+    frontend, backend = split_model(model, plan.split)
+    halves = Halves(model, frontend, backend, facts, family.fold_sites(frontend))
+    head = own_head(model)
+    with staging(output) as staged:
+        write_tensors(staged.backend / "backend_original.safetensors", backend.state_dict())
+        write_tensors(staged.backend / "frontend.safetensors", frontend.state_dict())
+        started_s = time.monotonic()
+        file = make_frontend_file(halves, plan, public, parts, limits, surroundings.threads, staged.scratch)
+        frontend_s = time.monotonic() - started_s
+        del model, frontend, halves  # the frontend's weights are in the file now
+        bench = Bench(
+            plan, file, facts, public, parts, limits, surroundings.threads, staged.scratch, surroundings.device
+        )
+        prepared = _prepare(bench, backend, head, rng)
+        figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
+        files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench)})
+        write_backend(staged.backend, bench, prepared, figures)
+        signer = key_id(surroundings.signer.public_key())
+        manifest = to_bytes(manifest_of(bench, prepared, family_name, files, signer, surroundings.now))
+        write_manifest(staged, manifest, sign(surroundings.signer, manifest))
+        publish(staged, output)
+    return Report(str(output), plan.name, version, digest(manifest).hex(), signer, len(file.data), figures)
+
+
+def _cut(wanted: int | None, depth: int) -> int:
+    k = default_cut(depth) if wanted is None else wanted
+    check_cut(k, depth)
+    if 2 * k <= depth:
+        say(
+            f"warning: --split {k} leaves {depth - k} of {depth} blocks on the server; tokens that early still hold "
+            f"much of the picture (two thirds would be {default_cut(depth)})"
+        )
+    return k
+
+
+def _name(plan: ExportPlan, depth: int) -> str:
+    k = default_cut(depth) if plan.split is None else plan.split
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{plan.model}-{k}")
+
+
+def _public_set(plan: ExportPlan, rule: ImageRule, limits: Limits, rng: np.random.Generator) -> PublicSet:
+    if plan.calibration is not None:
+        public = open_folder(Path(plan.calibration), rule)
+        say(f"public set: {len(public)} images, {len(public.folder.classes)} classes")
+        if plan.tune != "none" and (public.labels is None or len(public.folder.classes) < 2):
+            raise UsageError(
+                f"tuning the backend needs labelled images, found no two class folders in {plan.calibration}",
+                "sort the images into one folder per class, or use --tune none",
+            )
+        return public
+    if plan.weights is not None or plan.pretrained:
+        raise UsageError(
+            "a trained model's scales and noise must fit real images, and no folder of public images was given",
+            "add --calibration DIR",
+        )
+    if plan.tune != "none":
+        raise UsageError("tuning the backend needs labelled public images", "add --calibration DIR, or use --tune none")
+    say(f"warning: no --calibration: measuring on {limits.synthetic_images} synthetic pictures, good for trials only")
+    return draw_synthetic(limits.synthetic_images, rule, rng)
+
+
+def _prepare(
+    bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, rng: np.random.Generator
+) -> PreparedBackend:
+    if bench.plan.tune == "none":
+        return prepare_untuned(bench, backend, head)
+    return prepare_tuned(bench, copy.deepcopy(backend), head, rng)

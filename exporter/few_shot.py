@@ -1,0 +1,166 @@
+"""The learning rates a site should adapt with, chosen by playing sites: few-shot tasks on held-out public classes.
+
+Tuning the backend without those classes comes first and is exporter.tune's; the real adaptation is the server's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from contract.console import progress
+from exporter.channel import WireChannel
+from exporter.tune import Classifier, TokenSet
+
+DEFAULT_BACKEND_LR = 1e-5  # SA section 4.1
+DEFAULT_HEAD_LR = 1e-3
+
+
+@dataclass(frozen=True)
+class FewShotSettings:
+    """Size of the played tasks and the rates that are tried."""
+
+    backend_lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+    head_lrs: tuple[float, ...] = (1e-3, 3e-3)
+    episodes: int = 3
+    ways: int = 5
+    shots: int = 5
+    queries: int = 20
+    epochs: int = 40
+    batch: int = 8  # as many steps as a site's adaptation has, about 200
+    least_classes: int = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One pair of rates and its mean accuracy over the episodes."""
+
+    backend_lr: float
+    head_lr: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class FewShotRates:
+    """What few_shot.json holds."""
+
+    backend_lr: float
+    head_lr: float
+    reason: str
+    table: tuple[Trial, ...] = ()
+
+    def document(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One task as the server sees it: released, filtered tokens (n, T, d) and labels (n,) in 0..ways-1."""
+
+    support: Tensor
+    support_labels: Tensor
+    query: Tensor
+    query_labels: Tensor
+
+
+def default_rates(reason: str) -> FewShotRates:
+    """The documented rates, with the reason why none were chosen here."""
+    return FewShotRates(DEFAULT_BACKEND_LR, DEFAULT_HEAD_LR, reason)
+
+
+def hold_out(labels: NDArray[np.int64], settings: FewShotSettings, rng: np.random.Generator) -> NDArray[np.int64]:
+    """About a quarter of the classes, at least two, of those with an image more than the shots; empty if too few."""
+    classes, counts = np.unique(labels, return_counts=True)
+    eligible = classes[counts > settings.shots]
+    if len(classes) < settings.least_classes or len(eligible) < 2:
+        return np.array([], np.int64)
+    return np.sort(rng.permutation(eligible)[: max(2, len(classes) // 4)])
+
+
+def draw_episode(
+    tokens: TokenSet, rows: NDArray[np.int64], channel: WireChannel, level: int, settings: FewShotSettings,
+    rng: np.random.Generator, device: str,
+) -> Episode:  # fmt: skip
+    """A task from the given rows; every image is released once, as a device would."""
+    labels = tokens.labels[rows]
+    ways = rng.permutation(np.unique(labels))[: settings.ways]
+    support, query = [], []
+    for way in ways:
+        members = rng.permutation(rows[labels == way])
+        support.append(members[: settings.shots])
+        query.append(members[settings.shots : settings.shots + settings.queries])
+    generator = torch.Generator(device=device).manual_seed(int(rng.integers(2**62)))
+
+    def released(parts: list[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
+        inputs = tokens.rows(0, np.concatenate(parts)).to(device)
+        targets = np.concatenate([np.full(len(part), way) for way, part in enumerate(parts)])
+        received = channel.release(inputs, level, generator)
+        return channel.restore(received, level), torch.from_numpy(targets).to(device)
+
+    return Episode(*released(support), *released(query))
+
+
+def play(
+    backend: nn.Module, episode: Episode, backend_lr: float, head_lr: float, settings: FewShotSettings,
+    rng: np.random.Generator, device: str,
+) -> float:  # fmt: skip
+    """Accuracy on the query after adapting a copy of the backend and a new head to the support."""
+    ways = int(episode.support_labels.max()) + 1
+    features = backend(episode.support[:1]).shape[-1]
+    head = nn.Linear(features, ways)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model = Classifier(copy.deepcopy(backend), head).to(device).eval()
+    model.requires_grad_(True)
+    groups = [
+        {"params": list(model.backend.parameters()), "lr": backend_lr},
+        {"params": list(model.head.parameters()), "lr": head_lr},
+    ]
+    optimiser = torch.optim.Adam(groups)
+    for _ in range(settings.epochs):
+        for rows in np.array_split(rng.permutation(len(episode.support)), -(-len(episode.support) // settings.batch)):
+            chosen = torch.from_numpy(rows).to(device)
+            loss = cross_entropy(model(episode.support[chosen]), episode.support_labels[chosen])
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            optimiser.step()
+    with torch.no_grad():
+        return float((model(episode.query).argmax(1) == episode.query_labels).float().mean())
+
+
+def choose_rates(
+    backend: nn.Module, tokens: TokenSet, rows: NDArray[np.int64], channel: WireChannel, level: int,
+    settings: FewShotSettings, rng: np.random.Generator, device: str,
+) -> FewShotRates:  # fmt: skip
+    """Best backend rate with the first head rate, then best head rate with that backend rate; ties to the smaller."""
+    backend.to(device).eval()
+    episodes = [draw_episode(tokens, rows, channel, level, settings, rng, device) for _ in range(settings.episodes)]
+    seed = int(rng.integers(2**62))
+    tried: dict[tuple[float, float], float] = {}
+    total = (len(settings.backend_lrs) + len(settings.head_lrs) - 1) * len(episodes)
+
+    def scores(pairs: list[tuple[float, float]], bar: object) -> Iterator[tuple[float, tuple[float, float]]]:
+        for pair in pairs:
+            if pair not in tried:
+                results = []
+                for number, episode in enumerate(episodes):
+                    order = np.random.default_rng([seed, number])  # every pair sees the same order of samples
+                    results.append(play(backend, episode, *pair, settings, order, device))
+                    bar.update(1)
+                tried[pair] = float(np.mean(results))
+            yield tried[pair], pair
+
+    with progress(total=total, description="Playing few-shot sites", unit="tasks") as bar:
+        first = max(scores([(lr, settings.head_lrs[0]) for lr in settings.backend_lrs], bar), key=lambda each: each[0])
+        backend_lr = first[1][0]
+        best = max(scores([(backend_lr, lr) for lr in settings.head_lrs], bar), key=lambda each: each[0])
+    table = tuple(Trial(*pair, accuracy) for pair, accuracy in tried.items())
+    reason = f"best of {len(table)} pairs over {len(episodes)} tasks on held-out public classes"
+    return FewShotRates(best[1][0], best[1][1], reason, table)

@@ -1,0 +1,107 @@
+"""timm's VisionTransformer class: ViT, DeiT, DeiT-3, with any number of class, distillation and register tokens.
+
+Checking the cut and rebuilding a backend from its name are left to exporter.split.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from timm.layers import Attention, LayerNorm, Mlp
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from contract.tokens import TokenLayout
+from exporter.models import Facts, FoldSites
+
+_EMBEDDINGS = ("cls_token", "reg_token", "dist_token", "pos_embed")
+
+
+class Frontend(nn.Module):
+    """Patch embedding and blocks 1..k: images (B, 3, h, w) -> tokens (B, T, d); parameters keep timm's names."""
+
+    def __init__(self, model: VisionTransformer, k: int) -> None:
+        super().__init__()
+        self.model_class = type(model)
+        self.no_embed_class = model.no_embed_class
+        self.dynamic_img_size = model.dynamic_img_size
+        self.num_prefix_tokens = model.num_prefix_tokens
+        self.patch_embed = model.patch_embed
+        for name in _EMBEDDINGS:
+            setattr(self, name, getattr(model, name, None))
+        self.pos_drop = model.pos_drop
+        self.patch_drop = model.patch_drop
+        self.norm_pre = model.norm_pre
+        self.blocks = nn.Sequential(*list(model.blocks)[:k])
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patch_embed(images)  # (B, N, d)
+        tokens = self.model_class._pos_embed(self, patches)  # (B, T, d); each class places its prefix tokens itself
+        return self.blocks(self.norm_pre(self.patch_drop(tokens)))
+
+
+class Backend(nn.Module):
+    """Blocks k+1..L, final norm and pooling: tokens (B, T, d) -> features (B, d) as the head receives them."""
+
+    def __init__(self, model: VisionTransformer, k: int) -> None:
+        super().__init__()
+        self.model_class = type(model)
+        self.global_pool = model.global_pool
+        self.num_prefix_tokens = model.num_prefix_tokens
+        self.pool_include_prefix = model.pool_include_prefix
+        tail = list(model.blocks)[k:]
+        self.blocks = nn.Sequential(OrderedDict((str(k + i), block) for i, block in enumerate(tail)))
+        self.norm = model.norm
+        self.attn_pool = model.attn_pool
+        self.fc_norm = model.fc_norm
+        self.head_drop = model.head_drop
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        return self.model_class.pool(self, tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model_class.forward_head(self, self.norm(self.blocks(tokens)), pre_logits=True)
+
+
+def owns(model: nn.Module) -> bool:
+    """True for every model whose forward pass is VisionTransformer's own."""
+    return isinstance(model, VisionTransformer) and type(model).forward_features is VisionTransformer.forward_features
+
+
+def facts(model: VisionTransformer) -> Facts:
+    """Depth, token layout and input shape of a whole model."""
+    height, width = model.patch_embed.img_size
+    grid = (int(model.patch_embed.grid_size[0]), int(model.patch_embed.grid_size[1]))
+    layout = TokenLayout(prefix=int(model.num_prefix_tokens), grid=grid, dim=int(model.embed_dim))
+    return Facts(depth=len(model.blocks), layout=layout, input_shape=(3, int(height), int(width)))
+
+
+def cut(model: VisionTransformer, k: int) -> tuple[Frontend, Backend]:
+    """Both halves, sharing their parameters with `model`."""
+    return Frontend(model, k), Backend(model, k)
+
+
+def fold_sites(frontend: Frontend) -> FoldSites:
+    """Where the blocks are timm's plain pre-norm ones; other block kinds are quantized without folds."""
+    normed, valued, activated = [], [], []
+    for index, block in enumerate(frontend.blocks):
+        if type(block) is not Block:
+            continue
+        path = f"blocks.{index}"
+        attention, mlp = block.attn, block.mlp
+        plain_attention = type(attention) is Attention and attention.gate is None
+        if plain_attention and _is_affine(block.norm1):
+            normed.append((f"{path}.norm1", f"{path}.attn.qkv"))
+        if plain_attention and isinstance(attention.norm, nn.Identity):
+            valued.append((f"{path}.attn.qkv", f"{path}.attn.proj"))
+        if type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear):
+            if _is_affine(block.norm2):
+                normed.append((f"{path}.norm2", f"{path}.mlp.fc1"))
+            if isinstance(mlp.norm, nn.Identity):
+                activated.append((f"{path}.mlp.act", f"{path}.mlp.fc2"))
+    return FoldSites(tuple(normed), tuple(valued), tuple(activated))
+
+
+def _is_affine(norm: nn.Module) -> bool:
+    return isinstance(norm, (nn.LayerNorm, LayerNorm)) and isinstance(norm.bias, torch.Tensor)

@@ -1,0 +1,155 @@
+"""server-run: adapt the shipped backend to each site's features, and answer inference.
+
+Reading flags and files, and saying how it went; everything that decides is left to `plan`, `runs` and the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from contract.config import Resolved, find_file, resolve
+from contract.console import ArgumentParser, print_document, run_command, say
+
+from . import backend_folder, pipe, plan, strategies
+from .acceptance import Expected
+from .admission import Terms
+from .backend_folder import BackendFolder
+from .pipe import PipeFrame
+from .plan import FIELDS, Plan, parse_listen
+from .roster import read_roster
+from .runs import Run, choose_run, lock_run
+from .server import Job, Outcome, Server
+from .store import Store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The server-run command; returns its exit code."""
+    return run_command(partial(_main, arguments))
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="server-run",
+        description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
+        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
+    )
+    choices = {"strategy": strategies.names(), "label_mode": plan.LABEL_MODES}
+    metavars = {"strategy": None, "label_mode": None, "listen": "HOST:PORT", "replaced": "SHARE", "roster": "DIR"}
+    for field in FIELDS:
+        if field.name != "public":
+            name = "--" + field.name.replace("_", "-")
+            metavar = metavars.get(field.name, field.type.__name__.upper())
+            parser.add_argument(name, choices=choices.get(field.name), metavar=metavar, help=field.help)
+    parser.add_argument(
+        "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="default: ./cutlayer.toml, where it exists")
+    parser.add_argument("--show-config", action="store_true", help="print each setting and where it comes from")
+    return parser
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    flags = vars(_parser().parse_args(arguments))
+    file = find_file(flags["config"], Path())
+    resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)
+    if flags["show_config"]:
+        print(resolved.show())
+        return 0
+    as_json = flags["format"] == "json"
+    values = resolved.values
+    listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
+    roster = read_roster(values["roster"])
+    strategies.check(values["strategy"])
+    folder = backend_folder.read(values["backend"])
+    wanted = _plan(resolved, folder)
+    wanted.check(folder.manifest.transforms, folder.manifest.label_modes)
+    given = frozenset(name for name, origin in resolved.origin.items() if origin != "default")
+    run = choose_run(values["runs"], values["run"], wanted, given, list(roster.sites), _new_name, say)
+    lock = lock_run(run.root)
+    say(f"{'starting' if run.is_new else 'going on with'} run {run.name} in {run.root}")
+    store = Store(run.root, lambda text: say(f"warning: {text}"))
+    try:
+        job = Job(
+            root=run.root,
+            listen=listen,
+            roster=roster,
+            terms=_terms(run),
+            expected=Expected(folder.cut.tokens, run.plan.label_mode),
+            start=_start_frame(run, folder, roster.sites),
+            threads=run.plan.threads,
+            exit_when_done=flags["exit_when_done"],
+        )
+        announce: Callable[[str], None] = say if as_json else _print_now
+        outcome = asyncio.run(Server(job, store, announce, say).run())
+    finally:
+        store.close()
+        os.close(lock)
+    if as_json:
+        print_document("server-run", _document(run, outcome))
+    return 0
+
+
+def _print_now(text: str) -> None:
+    print(text, flush=True)
+
+
+def _plan(resolved: Resolved, folder: BackendFolder) -> Plan:
+    values = resolved.values
+    kappa = values["kappa"]
+    return Plan(
+        strategy=values["strategy"],
+        backend_sha256=folder.sha256(),
+        package_digest=folder.package_digest,
+        label_mode=values["label_mode"],
+        kappa=folder.manifest.transforms.kappa if kappa is None else kappa,
+        epochs=values["epochs"],
+        augmentations=values["augmentations"],
+        replaced=values["replaced"],
+        seed=values["seed"],
+        threads=values["threads"] or len(os.sched_getaffinity(0)),
+    )
+
+
+def _new_name() -> str:
+    return time.strftime("%Y%m%dT%H%M%S") + "-" + secrets.token_hex(3)
+
+
+def _terms(run: Run) -> Terms:
+    return Terms(
+        run=run.name,
+        strategy=run.plan.strategy,
+        label_mode=run.plan.label_mode,  # type: ignore[arg-type]  # checked against the list of modes
+        package_digest=run.plan.package_digest,
+        kappa=run.plan.kappa,
+        seed=run.plan.seed,
+    )
+
+
+def _start_frame(run: Run, folder: BackendFolder, sites: dict[str, tuple[str, ...]]) -> PipeFrame:
+    start = {
+        "run": run.name,
+        "root": str(run.root.resolve()),
+        "backend": str(folder.root.resolve()),
+        "plan": run.plan.values(),
+        "sites": sites,
+    }
+    return PipeFrame(pipe.START, text=json.dumps(start))
+
+
+def _document(run: Run, outcome: Outcome) -> dict[str, object]:
+    sites: dict[str, object] = {site: {"state": "trained", **values} for site, values in outcome.ended.items()}
+    sites |= {site: {"state": "failed", "cause": error.cause} for site, error in outcome.failed.items()}
+    return {"run": run.name, "directory": str(run.root), "plan": run.plan.values(), "sites": sites}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Drives the sites' strategies: Ask -> send -> gather -> replies back in; answers inference; says what each waits for.
+
+It decides and does no I/O: frames go out through a `Post`, what lasts through `Records`, and the clock is handed in.
+
+Rules:
+* one generator per site, advanced one yield at a time, so that sites and inference requests share the torch process;
+* quorum all: a site goes on when every asked device has answered. A device that is away, or idle for longer than
+  `idle_progress_s`, pauses its site with a reason; it is asked again, under the same ask id, when it comes back;
+* a checkpoint is kept at a Record, at most every `checkpoint_s`; replies since then are in the journal;
+* a site whose training fails stays failed, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from contract.errors import TrainingError
+from contract.messages import Ask as AskMessage
+from contract.messages import Bye, Gradient, Message, Scores
+
+from . import pipe
+from .pipe import PipeFrame
+from .site_run import Pending, Request, SiteRun
+from .store import Upload
+from .strategies import Ask, Metric, Progress, Record, Reply, Site, State
+
+COLLECTED, DONE, FAILED = "collected", "done", "failed"  # why a device is let go
+
+
+class Post(Protocol):
+    """Where frames for the socket process go."""
+
+    def send(self, frame: PipeFrame) -> None: ...
+
+
+class Records(Protocol):
+    """What lasts: what devices sent, and what the run directory keeps."""
+
+    def upload(self, site: str, device: str, ask: str) -> Upload | None:
+        """A device's whole answer, or None while a part is missing."""
+        ...
+
+    def codes(self, site: str, request: Request) -> np.ndarray | None:
+        """Wire codes (B,T,d) of an inference request, or None when it is gone."""
+        ...
+
+    def journal(self, site: str, device: str, reply: Gradient) -> None:
+        """Keep a reply for a restart."""
+        ...
+
+    def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
+        """Write a metrics line, and a checkpoint where there is a state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conducting:
+    """What holds for all sites of a run; waits in seconds."""
+
+    run: str
+    label_mode: str
+    idle_progress_s: float = 120.0
+    checkpoint_s: float = 10.0  # a server that is killed loses no more work than this
+
+
+class Conductor:
+    """All sites of a run."""
+
+    def __init__(
+        self, sites: Iterable[SiteRun], rules: Conducting, post: Post, records: Records, clock: Callable[[], float]
+    ) -> None:
+        self._sites = {site.name: site for site in sites}
+        self._rules = rules
+        self._post = post
+        self._records = records
+        self._clock = clock
+        self._present: dict[str, str] = {}  # device -> purpose of its session
+        self.stopped = False
+
+    # -- what comes in
+
+    def start(self) -> None:
+        """Take up every site that has had a device before: its uploads may be complete, its devices gone for good."""
+        for site in self._sites.values():
+            if site.classes is not None:
+                self._begin(site)
+            self._tell(site)
+
+    def feed(self, frame: PipeFrame) -> None:
+        """Take in one frame of the socket process."""
+        if frame.kind == pipe.STOP:
+            self.stopped = True
+            return
+        site = self._sites[frame.site]
+        if frame.kind == pipe.JOINED:
+            self._join(site, frame.device, str(frame.values["purpose"]), int(frame.values["class_count"] or 0))
+        elif frame.kind == pipe.LEFT:
+            self._present.pop(frame.device, None)
+        elif frame.kind == pipe.STORED:
+            self._take_features(site, frame)
+        elif frame.kind == pipe.PROGRESS:
+            self._note_progress(site, frame.device)
+        elif frame.kind == pipe.MESSAGE:
+            message = pipe.carried(frame)
+            if isinstance(message, Gradient):
+                self._take_gradient(site, frame.device, message)
+
+    def _join(self, site: SiteRun, device: str, purpose: str, classes: int) -> None:
+        self._present[device] = purpose
+        if purpose == "infer":  # it sends again whatever it has no scores for
+            site.requests = {request: None for request in site.requests if request.device != device}
+        if site.conduct is None and not site.over:
+            site.classes = classes
+            self._begin(site)  # asks everyone who is present
+        elif site.pending and device in site.pending.missing:
+            site.pending.progress_s[device] = self._clock()
+            self._ask(site, site.pending, device)
+        elif purpose == "adapt" and site.over:
+            self._say_bye(site, device, DONE if site.ended else FAILED)
+        elif purpose == "adapt" and self._rules.label_mode == "permuted-label":
+            self._say_bye(site, device, COLLECTED)
+
+    def _begin(self, site: SiteRun) -> None:
+        facts = Site(site.name, site.devices, site.classes or 0)
+        if site.resumed is not None:
+            state, site.ended = site.resumed
+            site.strategy.load(facts, state)
+            site.resumed = None
+        if site.ended:
+            self._post.send(PipeFrame(pipe.ENDED, site.name, values=dict(site.last_record)))
+        else:
+            site.conduct = site.strategy.run(facts)
+            self._advance(site)
+
+    def _take_features(self, site: SiteRun, frame: PipeFrame) -> None:
+        ask, batch = str(frame.values["ask"]), int(frame.values["batch"] or 0)
+        self._note_progress(site, frame.device)
+        if frame.values["split"] == "infer":
+            site.requests[Request(frame.device, ask, batch)] = None
+        elif site.pending and ask == site.pending.id and frame.values["complete"]:
+            self._gather_upload(site, site.pending, frame.device)
+
+    def _gather_upload(self, site: SiteRun, pending: Pending, device: str) -> None:
+        upload = self._records.upload(site.name, device, pending.id)
+        if upload is None or device not in pending.missing:
+            return
+        if self._rules.label_mode == "permuted-label" and self._present.get(device) == "adapt":
+            self._say_bye(site, device, COLLECTED)  # it may be switched off: no more will be asked of it
+        self._gather(site, pending, device, upload)
+
+    def _take_gradient(self, site: SiteRun, device: str, reply: Gradient) -> None:
+        pending = site.pending
+        if pending and reply.ask == pending.id and device in pending.missing:
+            self._records.journal(site.name, device, reply)
+            self._gather(site, pending, device, reply)
+
+    def _gather(self, site: SiteRun, pending: Pending, device: str, reply: Reply) -> None:
+        pending.replies[device] = reply
+        if not pending.missing:
+            site.ready, site.pending = pending.replies, None
+
+    def _note_progress(self, site: SiteRun, device: str) -> None:
+        if site.pending:
+            site.pending.progress_s[device] = self._clock()
+
+    # -- what is done next
+
+    @property
+    def runnable(self) -> bool:
+        """Whether `work` has something to do without a new frame."""
+        return any(site.ready is not None or (site.requests and site.over) for site in self._sites.values())
+
+    def work(self) -> None:
+        """Advance every site that can go on by one yield, and answer one inference request of each."""
+        for site in self._sites.values():
+            if site.ready is not None:
+                self._advance(site)
+            if site.requests and site.over:
+                request = next(iter(site.requests))
+                del site.requests[request]
+                self._answer(site, request)
+            self._tell(site)
+
+    def _advance(self, site: SiteRun) -> None:
+        assert site.conduct is not None
+        replies, site.ready = site.ready, None
+        try:
+            step = next(site.conduct) if replies is None else site.conduct.send(replies)
+        except StopIteration:
+            self._end(site)
+        except TrainingError as error:
+            self._fail(site, error)
+        else:
+            self._follow(site, step)
+
+    def _follow(self, site: SiteRun, step: Ask | Record | Progress) -> None:
+        if isinstance(step, Ask):
+            site.pending = pending = Pending(
+                f"{self._rules.run}.{step.name}", step, progress_s=dict.fromkeys(step.tensors, self._clock())
+            )
+            for device in step.tensors:
+                self._ask(site, pending, device)
+            return
+        if isinstance(step, Record):
+            site.last_record = dict(step.values)
+            due = self._clock() - site.kept_s >= self._rules.checkpoint_s
+            self._records.keep(site.name, step.values, site.strategy.state() if due else None, ended=False)
+            if due:
+                site.kept_s = self._clock()
+        else:
+            site.status = step.text
+        site.ready = {}
+
+    def _ask(self, site: SiteRun, pending: Pending, device: str) -> None:
+        """Ask one device, unless its answer is here already: in the store or in the journal."""
+        if pending.ask.kind == "collect_features":
+            self._gather_upload(site, pending, device)
+        elif (pending.id, device) in site.journal:
+            self._gather(site, pending, device, site.journal[pending.id, device])
+        if device in pending.missing and self._present.get(device) == "adapt":
+            message = AskMessage(
+                ask=pending.id,
+                kind=pending.ask.kind,
+                parameters=dict(pending.ask.parameters),
+                idle_progress_s=self._rules.idle_progress_s,
+                tensors=dict(pending.ask.tensors[device]),
+            )
+            self._send(site, device, message)
+
+    def _answer(self, site: SiteRun, request: Request) -> None:
+        # Who is away gets nothing: it sends the batch again when it is back.
+        codes = self._records.codes(site.name, request) if request.device in self._present and site.ended else None
+        if codes is not None:
+            values = site.strategy.predict(codes)
+            self._send(site, request.device, Scores(ask=request.ask, batch=request.batch, values=values))
+
+    def _end(self, site: SiteRun) -> None:
+        site.ended, site.status = True, "trained"
+        self._records.keep(site.name, {"ended": True}, site.strategy.state(), ended=True)
+        self._let_go(site, DONE)  # before the end is told, which may be the server's
+        self._post.send(PipeFrame(pipe.ENDED, site.name, values=dict(site.last_record)))
+
+    def _fail(self, site: SiteRun, error: TrainingError) -> None:
+        site.failure, site.status = error, f"training failed: {error.cause}"
+        self._let_go(site, FAILED)
+        self._post.send(PipeFrame(pipe.FAILED, site.name, values={"cause": error.cause, "cure": error.cure}))
+
+    # -- what is said
+
+    def _let_go(self, site: SiteRun, reason: str) -> None:
+        for device in site.devices:
+            if self._present.get(device) == "adapt":
+                self._say_bye(site, device, reason)
+
+    def _say_bye(self, site: SiteRun, device: str, reason: str) -> None:
+        self._send(site, device, Bye(reason=reason, may_return=reason != FAILED))
+
+    def _send(self, site: SiteRun, device: str, message: Message) -> None:
+        self._post.send(pipe.carry(site.name, device, message))
+
+    def _tell(self, site: SiteRun) -> None:
+        """Tell the socket process what the site is doing, when that has changed."""
+        text = self._waiting_for(site)
+        if text != site.told:
+            site.told = text
+            self._post.send(PipeFrame(pipe.STATUS, site.name, text=text, values={"busy": site.ready is not None}))
+
+    def _waiting_for(self, site: SiteRun) -> str:
+        """What a site is doing or waiting for, in words."""
+        pending = site.pending
+        if pending is None or site.over:
+            return site.status
+        reasons = []
+        for device in pending.missing:
+            if self._present.get(device) != "adapt":
+                reasons.append(f"{device} is not connected")
+            elif self._clock() - pending.progress_s[device] > self._rules.idle_progress_s:
+                reasons.append(f"{device} has made no progress for {self._rules.idle_progress_s:.0f} s")
+        if reasons:
+            return f"paused: {', '.join(reasons)} ({site.reply_count})"
+        if pending.ask.kind == "collect_features":
+            return f"collecting features, {site.reply_count}"
+        return site.status  # gradients come and go too fast to be told

@@ -1,0 +1,215 @@
+"""One device's connection: feeds the contract's session with frames, flushes what it gives, forwards what it means.
+
+Who may join is decided in `admission`, whether features make sense in `acceptance`, everything else by the strategies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+
+from contract.errors import ProtocolError, RefusedError, RemoteProtocolError
+from contract.messages import Bye, Features, Gradient, Heartbeat, Hello, Message, Proof, Refuse, Scores
+from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
+
+from .acceptance import Expected, check_features, is_stale
+from .admission import Admission, Joined
+from .store import Store
+
+T = TypeVar("T")
+_POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How long a device may take, in seconds, until it is let in, and to close after a goodbye."""
+
+    handshake_s: float = 15.0
+    leaving_s: float = 5.0
+
+
+class Hub(Protocol):
+    """The server, as a connection sees it."""
+
+    async def join(self, connection: Connection) -> None:
+        """The device is in; an older connection of it is to be closed."""
+        ...
+
+    async def forward(self, connection: Connection, message: Message, complete: bool = False) -> None:
+        """A message was received for good; `complete`: all features of its ask are stored."""
+        ...
+
+    def scored(self, device: str, ask: str, batch: int) -> None:
+        """Scores were written out to the device."""
+        ...
+
+    async def in_store(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a call that waits for the disk, apart from the sockets and one at a time."""
+        ...
+
+
+class Connection:
+    """One device, from its first frame to its last."""
+
+    def __init__(
+        self, socket: ServerConnection, admission: Admission, expected: Expected, store: Store, hub: Hub
+    ) -> None:
+        self._socket = socket
+        self._admission = admission
+        self._expected = expected
+        self._store = store
+        self._hub = hub
+        self._session = Session(Role.SERVER, SessionLimits())
+        self._outbox: deque[Message] = deque()  # waits for credit
+        self._scores: dict[int, Scores] = {}  # by number: written out, not acknowledged yet
+        self._wake = asyncio.Event()
+        self._writing = asyncio.Lock()  # frames of one message must not be mixed with others
+        self._step = -1
+        self._limits = ConnectionLimits()
+        self._since_s = time.monotonic()  # when it was opened, or began to leave
+
+    # -- what the server does with it
+
+    @property
+    def joined(self) -> Joined | None:
+        """Who it is, once it was let in."""
+        return self._admission.joined
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way to the device."""
+        return not self._outbox and not self._scores and self._session.state is not State.LEAVING
+
+    def post(self, message: Message) -> None:
+        """Send as soon as there is credit."""
+        self._outbox.append(message)
+        self._wake.set()
+
+    def set_status(self, status: Heartbeat) -> None:
+        """What the next heartbeats say."""
+        self._session.status = status
+
+    def tick(self) -> None:
+        """Queue a heartbeat when one is due, and hang up on a device that has been silent for too long."""
+        now_s = time.monotonic()
+        try:
+            self._session.tick(now_s)
+        except ProtocolError:
+            self._socket.transport.abort()
+        since_s = now_s - self._since_s
+        late = self.joined is None and since_s > self._limits.handshake_s
+        if late or (self._session.state is State.LEAVING and since_s > self._limits.leaving_s):
+            self._socket.transport.abort()
+        self._wake.set()
+
+    async def replace(self) -> None:
+        """A newer session of the same device takes over."""
+        await self._socket.close(_REPLACED, "replaced by a newer session")
+
+    # -- its life
+
+    async def run(self) -> None:
+        """Serve until either side closes."""
+        flusher = asyncio.create_task(self._flush_whenever_woken())
+        try:
+            async for frame in self._socket:
+                await self._take(frame)
+                if self._session.state is State.CLOSED:
+                    break
+        except ConnectionClosed:
+            pass
+        finally:
+            flusher.cancel()
+            await asyncio.gather(flusher, return_exceptions=True)
+
+    async def _take(self, frame: str | bytes) -> None:
+        try:
+            if isinstance(frame, str):
+                raise RemoteProtocolError("expected a binary message, found text", "update the device's software")
+            for event in self._session.receive(frame, time.monotonic()):
+                await self._follow(event)
+        except RefusedError as error:
+            await self._refuse(error.code, error, error.retry_after_s)
+        except RemoteProtocolError as error:
+            await self._refuse("protocol", error, None)
+        self._wake.set()
+
+    async def _follow(self, event: Event) -> None:
+        if isinstance(event, Acknowledged):
+            for number in [number for number in self._scores if number <= event.seq]:
+                scores = self._scores.pop(number)
+                await self._hub.in_store(self._store.answer, self._known.device.name, scores.ask, scores.batch)
+        elif isinstance(event, Received):
+            await self._receive(event.seq, event.message)
+
+    async def _receive(self, seq: int, message: Message) -> None:
+        if isinstance(message, Hello | Proof):
+            self._session.send(await self._hub.in_store(self._admission.answer, message))
+            if self._admission.joined is not None:
+                self._wake.set()
+                await self._hub.join(self)
+        elif isinstance(message, Features):
+            await self._keep(seq, message)
+        elif isinstance(message, Gradient):
+            await self._hub.in_store(self._store.note_received, self._known.device.name, self._known.session, seq)
+            self._session.stored(seq)
+            await self._hub.forward(self, message)
+        elif isinstance(message, Heartbeat) and message.step != self._step:
+            self._step = message.step
+            await self._hub.forward(self, message)
+
+    async def _keep(self, seq: int, features: Features) -> None:
+        """Durable first, acknowledged after."""
+        known = self._known
+        name, session = known.device.name, known.session
+        if is_stale(features, known.run):
+            await self._hub.in_store(self._store.note_received, name, session, seq)
+            self._session.stored(seq)
+            return
+        check_features(features, self._expected, known.class_count, known.purpose)
+        await self._hub.in_store(self._store.keep, known.device.site, name, session, seq, features)
+        self._session.stored(seq)
+        self._wake.set()
+        await self._hub.forward(self, features, await self._hub.in_store(self._store.complete, name, features.ask))
+
+    async def _refuse(self, code: str, error: ProtocolError, retry_after_s: float | None) -> None:
+        self._session.send(Refuse(code, error.cause[:1000], error.cure[:1000], retry_after_s))
+        await self._drain()
+        await self._socket.close(_POLICY, code)
+
+    @property
+    def _known(self) -> Joined:
+        assert self._admission.joined is not None  # the session lets no message of the work through before
+        return self._admission.joined
+
+    # -- writing
+
+    async def _flush_whenever_woken(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox and self._session.state is State.OPEN and self._may_send(self._outbox[0]):
+                message = self._outbox.popleft()
+                number = self._session.send(message)
+                if isinstance(message, Bye):
+                    self._since_s = time.monotonic()
+                await self._drain()
+                if isinstance(message, Scores):
+                    self._scores[number] = message
+                    self._hub.scored(self._known.device.name, message.ask, message.batch)
+            await self._drain()
+
+    def _may_send(self, message: Message) -> bool:
+        return isinstance(message, Bye) or self._session.credit > 0
+
+    async def _drain(self) -> None:
+        async with self._writing:
+            for frame in self._session.frames_to_send():
+                await self._socket.send(frame)

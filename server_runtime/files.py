@@ -1,0 +1,39 @@
+"""Writes files whole or not at all, and sets unreadable ones aside.
+
+What a file means is left to the callers. Keep run directories off FAT: rename is not atomic there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_directory(folder: Path) -> None:
+    """Make the names inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: temporary file, fsync, rename, fsync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename an unreadable file to `NAME.damaged-<n>`, so that it neither stops a start nor is lost to inspection."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    os.replace(path, target)
+    return target

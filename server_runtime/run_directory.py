@@ -1,0 +1,155 @@
+"""The run directory, which is the record of a run: its plan, checkpoints, journal, metrics and trained weights.
+
+What devices sent is left to `store` (same directory), which run is taken up to `runs`.
+
+    RUNS/<id>/run.toml         the plan: all that the result depends on
+              state.sqlite     the ledger (store)
+              tensors/         what devices sent (store)
+              checkpoints/     <site>.safetensors, and the one before as <site>.previous.safetensors
+              journal/         <site>: devices' replies since the checkpoint; after kill -9 they are not asked again
+              metrics.jsonl    one line per record, append-only
+              models/<site>/   backend.safetensors (under timm's names), head.safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from contract.errors import CutlayerError
+from contract.messages import Gradient
+
+from .files import set_aside, write_atomic
+from .pipe import PipeFrame, Unpacker, carried, carry, pack
+from .strategies import Metric, State
+
+
+class RunDirectory:
+    """The files of one run that the torch process writes."""
+
+    def __init__(self, root: Path, warn: Callable[[str], None] = lambda text: None) -> None:
+        self._root = root
+        self._warn = warn
+        (root / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (root / "journal").mkdir(exist_ok=True)
+        self._cut_torn_line(root / "metrics.jsonl")
+
+    # -- metrics
+
+    def record(self, values: Mapping[str, Metric]) -> None:
+        """Append one line to metrics.jsonl; what is unknown is null, NaN is refused."""
+        line = json.dumps(dict(values), allow_nan=False) + "\n"
+        with open(self._root / "metrics.jsonl", "a", encoding="utf-8") as stream:
+            stream.write(line)
+
+    def metrics(self) -> list[dict[str, Metric]]:
+        """All records, oldest first."""
+        path = self._root / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+    def _cut_torn_line(self, path: Path) -> None:
+        if not path.exists():
+            return
+        lines = path.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n") and _is_object(line)]
+        if len(whole) != len(lines):
+            self._warn(f"metrics.jsonl: {len(lines) - len(whole)} unreadable line(s) cut off")
+            write_atomic(path, b"".join(whole))
+
+    # -- checkpoints
+
+    def _checkpoint(self, site: str) -> Path:
+        return self._root / "checkpoints" / f"{site}.safetensors"
+
+    def keep(self, site: str, state: State, ended: bool) -> None:
+        """Replace the site's checkpoint, keep the one before it, and empty the journal."""
+        values = json.dumps({**state.values, "ended": ended}, allow_nan=False)
+        data = save(dict(state.tensors), {"values": values, "sha256": _digest(state.tensors, values)})
+        path = self._checkpoint(site)
+        if path.exists():
+            os.replace(path, path.with_suffix(".previous.safetensors"))
+        write_atomic(path, data)
+        (self._root / "journal" / site).unlink(missing_ok=True)
+
+    def resume(self, site: str) -> tuple[State, bool] | None:
+        """The site's newest whole checkpoint and whether its strategy had ended; None when there is none."""
+        path = self._checkpoint(site)
+        for candidate in (path, path.with_suffix(".previous.safetensors")):
+            if not candidate.exists():
+                continue
+            found = _read_checkpoint(candidate)
+            if found is not None:
+                return found
+            self._warn(f"checkpoint {candidate.name} was unreadable: kept as {set_aside(candidate).name}")
+            # Replies since a checkpoint that is lost belong to steps that will be asked for anew.
+            (self._root / "journal" / site).unlink(missing_ok=True)
+        return None
+
+    def publish(self, site: str, state: State) -> None:
+        """Write what was trained as models/<site>/{backend,head}.safetensors, where the strategy trained it."""
+        for part in ("backend", "head"):
+            start = part + "."
+            named = {k.removeprefix(start): tensor for k, tensor in state.tensors.items() if k.startswith(start)}
+            if named:
+                write_atomic(self._root / "models" / site / f"{part}.safetensors", save(named))
+
+    # -- journal of replies
+
+    def journal(self, site: str, device: str, reply: Gradient) -> None:
+        """Append a device's reply. Not synced: it is there for kill -9; after a power cut the device is asked again."""
+        with open(self._root / "journal" / site, "ab") as stream:
+            stream.write(pack(carry(site, device, reply)))
+
+    def journalled(self, site: str) -> dict[tuple[str, str], Gradient]:
+        """(ask, device) -> reply since the checkpoint; whatever follows a damaged record is dropped."""
+        path = self._root / "journal" / site
+        replies: dict[tuple[str, str], Gradient] = {}
+        frames: list[PipeFrame] = []
+        if not path.exists():
+            return replies
+        try:
+            for frame in Unpacker().feed(path.read_bytes()):
+                message = carried(frame)
+                if isinstance(message, Gradient):
+                    replies[message.ask, frame.device] = message
+                    frames.append(frame)
+        except (CutlayerError, ValueError):
+            self._warn(f"the journal of {site!r} was damaged after {len(replies)} replies: the rest is asked again")
+        write_atomic(path, b"".join(map(pack, frames)))  # without a torn end, so that appending goes on
+        return replies
+
+
+def _read_checkpoint(path: Path) -> tuple[State, bool] | None:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        if _digest(tensors, metadata["values"]) != metadata["sha256"]:
+            return None
+        values = json.loads(metadata["values"])
+        return State(tensors, values), bool(values.pop("ended"))
+    except (SafetensorError, OSError, KeyError, ValueError):
+        return None
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], values: str) -> str:
+    digest = hashlib.sha256(values.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

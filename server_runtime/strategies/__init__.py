@@ -1,0 +1,137 @@
+"""What a training strategy is, and the door to the strategies: the folder is the registry, a file's name is its name.
+
+Sending, waiting, storing and resuming are left to `conductor`: a strategy asks by yielding and is sent the replies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from contract.errors import ConfigError, suggest
+from contract.messages import Gradient
+
+from ..store import Upload
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..backend import Backend
+
+Tensors = Mapping[str, np.ndarray]
+Metric = float | int | str | None
+
+
+@dataclass(frozen=True)
+class Site:
+    """Devices that share one class list, and the few numbers a strategy needs of them."""
+
+    name: str
+    devices: tuple[str, ...]  # sorted
+    classes: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator chose for training; the same for all sites of a run."""
+
+    label_mode: str
+    kappa: float
+    epochs: int
+    augmentations: int
+    replaced: float  # share of the patches
+    seed: int
+    backend_lr: float
+    head_lr: float
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question to devices. `name` is unique within the site's run and the same after a restart, so that a device may
+    answer a repeated question from its memory; `tensors` holds, for each asked device, what its question carries."""
+
+    name: str
+    kind: str
+    tensors: Mapping[str, Tensors]
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line for metrics.jsonl, and a moment when `state()` is whole: the conductor may keep a checkpoint here."""
+
+    values: Mapping[str, Metric]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A moment between two steps, at which the torch process may serve others; `text` is what people are told."""
+
+    text: str
+    step: int
+
+
+Reply = Upload | Gradient
+Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
+Conduct = Generator[Ask | Record | Progress, Replies, None]
+
+
+@dataclass(frozen=True)
+class State:
+    """All that training needs to go on as if it had not stopped. Names starting with `backend.` and `head.` are the
+    weights that the run directory publishes at the end."""
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Metric]
+
+
+class Strategy(Protocol):
+    """One site's training."""
+
+    def run(self, site: Site) -> Conduct:
+        """Train, from the loaded state if there is one."""
+        ...
+
+    def state(self) -> State: ...
+
+    def load(self, site: Site, state: State) -> None: ...
+
+    def predict(self, codes: np.ndarray) -> np.ndarray:
+        """Wire codes (B,T,d) i8 -> logits (B,C) f32; in client-head mode features (B,f) f32."""
+        ...
+
+
+class StrategyModule(Protocol):
+    """What a file of this folder offers."""
+
+    LABEL_MODES: tuple[str, ...]
+
+    def build(self, backend: Backend, settings: Settings) -> Strategy: ...
+
+
+def names() -> tuple[str, ...]:
+    """All strategies, by the files in this folder; nothing is imported."""
+    return tuple(sorted(item.name for item in pkgutil.iter_modules(__path__) if not item.name.startswith("_")))
+
+
+def check(name: str) -> str:
+    """Return `name` when it is a strategy.
+
+    Raises:
+        ConfigError: it is not; the cause names the nearest one.
+    """
+    if name not in names():
+        cure = "choose one of: " + ", ".join(names())
+        raise ConfigError(f"there is no strategy {name!r}{suggest(name, names())}", cure)
+    return name
+
+
+def find(name: str) -> StrategyModule:
+    """Import a strategy (and with it torch)."""
+    module: StrategyModule = importlib.import_module(f"{__name__}.{check(name)}")
+    return module

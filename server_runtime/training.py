@@ -1,0 +1,175 @@
+"""The torch process: reads frames from its standard input, trains, answers on what was its standard output.
+
+Decisions are `conductor`'s and the strategies'; this file only joins them to pipe, disk and clock. It ends when its
+parent does: the pipe's end is noticed by the reading thread at any moment, also during a long step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from contract.errors import ConfigError, CutlayerError
+from contract.messages import Gradient
+
+from . import backend, backend_folder, pipe, strategies
+from .conductor import Conducting, Conductor
+from .pipe import PipeFrame
+from .plan import Plan
+from .run_directory import RunDirectory
+from .site_run import Request, SiteRun
+from .store import Store, Upload
+from .strategies import Metric, Settings, State
+
+_IDLE_S = 0.5  # how often a waiting process looks at its deadlines
+_PARENT_GONE = 3
+
+
+class PipePost:
+    """Frames to the socket process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._stream = os.fdopen(descriptor, "wb")
+
+    def send(self, frame: PipeFrame) -> None:
+        try:
+            self._stream.write(pipe.pack(frame))
+            self._stream.flush()
+        except BrokenPipeError:
+            os._exit(_PARENT_GONE)
+
+
+class RunRecords:
+    """`conductor.Records` over the store and the run directory."""
+
+    def __init__(self, store: Store, directory: RunDirectory) -> None:
+        self._store = store
+        self._directory = directory
+
+    def upload(self, site: str, device: str, ask: str) -> Upload | None:
+        return self._store.upload(site, device, ask)
+
+    def codes(self, site: str, request: Request) -> np.ndarray | None:
+        for record in self._store.records(site, "infer", unanswered=True):
+            if (record.device, record.ask, record.batch) == (request.device, request.ask, request.batch):
+                tensors = self._store.read(record)
+                return None if tensors is None else tensors["codes"]
+        return None
+
+    def journal(self, site: str, device: str, reply: Gradient) -> None:
+        self._directory.journal(site, device, reply)
+
+    def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
+        self._directory.record({"site": site, **record})
+        if state is not None:
+            if ended:
+                self._directory.publish(site, state)
+            self._directory.keep(site, state, ended)
+
+
+def main() -> int:
+    """Serve one parent; the exit code is that of the error, if one ended it."""
+    # The parent turns signals into a STOP frame; a terminal's Ctrl-C or a service manager reaches both processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    post = PipePost(os.dup(sys.stdout.fileno()))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get into the pipe
+    frames: queue.Queue[PipeFrame] = queue.Queue()
+    threading.Thread(target=_read_frames, args=(sys.stdin.fileno(), frames), daemon=True).start()
+    try:
+        _serve(frames, post)
+        return 0
+    except CutlayerError as error:
+        values: dict[str, pipe.Value] = {"error": type(error).__name__, "cause": error.cause, "cure": error.cure}
+        code = error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        cause = f"the training process failed: {type(error).__name__}: {error}"
+        values = {"error": "TrainingError", "cause": cause, "cure": "see the traceback above; restart to go on"}
+        code = 1
+    post.send(PipeFrame(pipe.FAILED, values=values))
+    return code
+
+
+def _read_frames(descriptor: int, frames: queue.Queue[PipeFrame]) -> None:
+    unpacker = pipe.Unpacker()
+    while data := os.read(descriptor, 1 << 20):
+        for frame in unpacker.feed(data):
+            frames.put(frame)
+    os._exit(_PARENT_GONE)  # nobody is left to work for; what is on disk is whole at any moment
+
+
+def _serve(frames: queue.Queue[PipeFrame], post: PipePost) -> None:
+    start = json.loads(frames.get().text)
+
+    def warn(text: str) -> None:
+        post.send(PipeFrame(pipe.WARNING, text=text))
+
+    plan, root = Plan(**start["plan"]), Path(start["root"])
+    store, directory = Store(root, warn), RunDirectory(root, warn)
+    sites = _site_runs(start["sites"], plan, Path(start["backend"]), store, directory)
+    rules = Conducting(start["run"], plan.label_mode)
+    conductor = Conductor(sites, rules, post, RunRecords(store, directory), time.monotonic)
+    conductor.start()
+    post.send(PipeFrame(pipe.READY))
+    while not conductor.stopped:
+        for frame in _waiting_frames(frames, 0.0 if conductor.runnable else _IDLE_S):
+            conductor.feed(frame)
+        if not conductor.stopped:
+            conductor.work()
+    store.close()
+
+
+def _waiting_frames(frames: queue.Queue[PipeFrame], wait_s: float) -> list[PipeFrame]:
+    """All frames that are there, after waiting at most `wait_s` for the first."""
+    found: list[PipeFrame] = []
+    try:
+        found.append(frames.get(timeout=wait_s) if wait_s else frames.get_nowait())
+        while True:
+            found.append(frames.get_nowait())
+    except queue.Empty:
+        return found
+
+
+def _site_runs(
+    sites: dict[str, list[str]], plan: Plan, folder: Path, store: Store, directory: RunDirectory
+) -> list[SiteRun]:
+    module = strategies.find(plan.strategy)
+    if plan.label_mode not in module.LABEL_MODES:
+        raise ConfigError(
+            f"strategy {plan.strategy} knows the label modes {', '.join(module.LABEL_MODES)}, not {plan.label_mode}",
+            "choose another --label-mode or --strategy",
+        )
+    shipped = backend_folder.read(folder)
+    theta_b = backend.load(shipped, plan.kappa, backend.choose_device(plan.threads))
+    settings = Settings(
+        plan.label_mode, plan.kappa, plan.epochs, plan.augmentations, plan.replaced, plan.seed,
+        shipped.backend_lr, shipped.head_lr,
+    )  # fmt: skip
+    runs = []
+    for name, devices in sites.items():
+        fixed = store.classes(name)
+        site = SiteRun(
+            name, tuple(devices), module.build(theta_b, settings), None if fixed is None else fixed[0],
+            directory.resume(name), directory.journalled(name),
+        )  # fmt: skip
+        site.last_record = next(
+            ({k: v for k, v in line.items() if k != "site"} for line in reversed(directory.metrics())
+             if line.get("site") == name and "epoch" in line), {},
+        )  # fmt: skip
+        runs.append(site)
+    return runs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,415 @@
+"""The device's conversation against a server in memory: collect, score, head, infer, resume, refuse."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from contract.canonical import to_json
+from contract.errors import AuthError, RefusedError
+from contract.keyed_noise import class_list_hash, permutation
+from contract.messages import Ask, Bye, Features, Message, Refuse, Welcome
+from contract.signature import load_public
+from contract.tokens import augment, dequantize, wire_steps
+from edge_runtime.conduct import Conduct
+from edge_runtime.config import DeviceConfig
+from edge_runtime.delivery import Delivery, Stopped
+from edge_runtime.equip import Equipment, equip
+from edge_runtime.predictions import accuracy, predict
+from edge_runtime.spool import Spool
+from edge_runtime.unanswered import Unanswered
+from tests.edge_runtime.fake_package import LAYOUT, Package, write_device, write_images, write_package
+from tests.edge_runtime.memory_server import MemoryServer, connect, exchange
+
+COUNTS = {"apple": 5, "Zebra": 4, "äpfel": 3}
+
+
+class Line:
+    """One device and one server, with everything between them but sockets."""
+
+    def __init__(
+        self, root: Path, config: DeviceConfig, package: Package, purpose: str = "adapt", **welcome: object
+    ) -> None:
+        self.said: list[str] = []
+        self.stop = threading.Event()
+        self.equipment: Equipment = equip(config, purpose, self.stop, self.said.append)  # type: ignore[arg-type]
+        terms = self.equipment.terms
+        values: dict[str, object] = {
+            "session": "s1",
+            "run": "run-1",
+            "site": "clinic",
+            "strategy": "split_adaptation",
+            "label_mode": config.label_mode,
+            "class_count": terms.class_count,
+            "class_list_hash": terms.class_list_hash,
+            "package_digest": package.digest.hex(),
+            "kappa": 1.0,
+            "seed": 7,
+            "credit": 4,
+            "heartbeat_s": 10.0,
+            "last_seq": 0,
+        }
+        self.server = MemoryServer(load_public(root / "device.pub"), Welcome(**values | welcome))  # type: ignore[arg-type]
+        self.spool = Spool(self.equipment.state.spool / purpose, self.said.append)
+        self.window = Unanswered("infer-1", self.spool) if purpose == "infer" else None
+        self.conduct = Conduct(self.equipment.identity, terms, self.equipment.purpose, self.spool, self.window)
+        self.delivery = Delivery(self.equipment.worker, self.spool, lambda: None, self.window, self.stop)
+
+    def run(self, until: object = None) -> None:
+        connect(self.conduct, self.server)
+        exchange(self.conduct, self.delivery, self.server, until or (lambda: self.conduct.outcome is not None))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.stop.set()
+        self.equipment.state.close()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return write_package(tmp_path / "front")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", COUNTS)
+
+
+def collecting(line: Line) -> Line:
+    line.server.on_open = lambda server: server.ask_features()
+    line.server.on_message = lambda server, message: server.say_bye_when_complete(message)
+    return line
+
+
+def test_a_device_uploads_everything_once_and_is_let_go(tmp_path: Path, package: Package, images: Path) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
+    line.run()
+    assert line.conduct.outcome is not None and line.conduct.outcome.reason == "collected"
+    assert (line.server.images, line.server.copies) == (12, 0)
+    batch = line.server.stored["run-1.features", 0]
+    assert batch.codes.shape == (12, LAYOUT.count, LAYOUT.dim) and batch.sources is not None
+    assert line.spool.pending_bytes == 0
+    assert not list(line.equipment.state.features.iterdir())  # clean features are gone
+    line.close()
+
+
+def test_the_servers_rebuild_equals_what_the_device_would_have_made(
+    tmp_path: Path, package: Package, images: Path
+) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images, alpha=0.0), package))
+    line.run()
+    batch = line.server.stored["run-1.features", 0]
+    assert batch.sources is not None
+    statistics = package.manifest.cuts[0].statistics
+    noisy = dequantize(batch.codes, wire_steps(statistics, 1.0), LAYOUT.prefix)
+    clean = np.stack(
+        [line.equipment.worker._bench.frontend.tokens([sample])[0] for sample in line.equipment.dataset.samples]
+    )
+    sigma = np.array(statistics.sigma_patch)
+    difference = (noisy - clean)[:, LAYOUT.prefix :] / sigma
+    assert 0.5 < np.abs(difference).mean() < 2.0  # mean of |Laplace(b)| is b, here one sigma
+    rows, positions = np.array([0, 3]), np.array([[0, 2], [1, 3]])
+    copies = augment(batch.codes, batch.sources, rows, positions, LAYOUT.prefix)
+    assert (copies[0, LAYOUT.prefix] == batch.codes[batch.sources[0, 0], LAYOUT.prefix]).all()
+    line.close()
+
+
+def test_labels_cross_only_permuted_and_joined_by_id(tmp_path: Path, package: Package, images: Path) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
+    line.run()
+    batch = line.server.stored["run-1.features", 0]
+    secret = (tmp_path / "state" / "identity" / "site_secret").read_bytes()
+    table = permutation(secret, 3, "classes", package.digest)
+    labels = {sample.sample_id: sample.label for sample in line.equipment.dataset.samples}
+    assert batch.labels is not None
+    assert [table[labels[row.tobytes()]] for row in batch.sample_ids] == batch.labels.tolist()
+    line.close()
+
+
+@pytest.mark.parametrize("mode", ["logit-gradient", "client-head"])
+def test_labels_never_cross_in_other_modes(tmp_path: Path, package: Package, images: Path, mode: str) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images, label_mode=mode), package))
+    line.run()
+    assert all(batch.labels is None for batch in line.server.stored.values())
+    line.close()
+
+
+def test_upload_order_tells_nothing_of_classes(tmp_path: Path, package: Package, images: Path) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+    samples = line.equipment.dataset.samples
+    assert [sample.sample_id for sample in samples] == sorted(sample.sample_id for sample in samples)
+    labels = [sample.label for sample in samples]
+    assert labels != sorted(labels)  # type: ignore[type-var]
+    line.close()
+
+
+def test_no_name_pixel_or_secret_is_in_any_frame(tmp_path: Path, package: Package, images: Path) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
+    line.run()
+    sent = b"".join(line.server.wire)
+    forbidden = [name.encode() for name in COUNTS]
+    forbidden += [path.name.encode() for path in images.rglob("*.png")]
+    forbidden += [str(tmp_path).encode()]
+    for name in ("device_secret", "site_secret"):
+        secret = (tmp_path / "state" / "identity" / name).read_bytes()
+        forbidden += [secret, secret.hex().encode()]
+    for sample in line.equipment.dataset.samples:
+        forbidden += [sample.pixel_digest, sample.pixel_digest.hex().encode(), sample.sample_id.hex().encode()]
+    assert [text for text in forbidden if text in sent] == []
+    line.close()
+
+
+def test_wi_04_cut_after_every_frame_and_each_image_counts_once(tmp_path: Path, package: Package) -> None:
+    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package, credit=2))
+    while line.conduct.outcome is None:
+        before = len(line.server.wire)
+        line.run(lambda before=before: line.conduct.outcome is not None or len(line.server.wire) >= before + 4)
+    assert (line.server.images, line.server.copies) == (600, 0)
+    line.close()
+
+
+def test_a_restarted_device_goes_on_behind_what_its_spool_holds(tmp_path: Path, package: Package) -> None:
+    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    config = write_device(tmp_path, package, images)
+    whole = collecting(Line(tmp_path, config, package))
+    whole.run()
+    expected = dict(whole.server.stored)
+    whole.close()
+    for leftover in (tmp_path / "state" / "spool" / "adapt").iterdir():
+        leftover.unlink()
+
+    first = collecting(Line(tmp_path, config, package, credit=1))
+    first.run(lambda: first.server.images > 0 and first.spool.next_seq > 3)
+    first.close()
+    again = Line(tmp_path, config, package)
+    again.server = first.server
+    computed = []
+    again.delivery.on_change = lambda: computed.append(again.spool.next_seq)
+    again.run()
+    assert (first.server.images, first.server.copies) == (600, 0)
+    assert again.equipment.worker.counters.images < 600  # what was in the spool is not made again
+    for key, batch in expected.items():
+        assert (first.server.stored[key].codes == batch.codes).all()
+        assert (first.server.stored[key].sources == batch.sources).all()
+    again.close()
+
+
+def test_a_changed_folder_in_the_middle_of_an_upload_is_said(tmp_path: Path, package: Package) -> None:
+    from contract.errors import DataError
+
+    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    config = write_device(tmp_path, package, images)
+    first = collecting(Line(tmp_path, config, package, credit=1))
+    first.run(lambda: first.server.images > 0)
+    first.close()
+    write_images(images, {"c": 1}, seed=5)
+    again = Line(tmp_path, config, package, class_count=3)
+    again.server.on_open = lambda server: server.ask_features()
+    with pytest.raises(DataError, match="other images or settings"):
+        again.run()
+    again.close()
+
+
+def test_a_server_that_lost_what_it_had_gets_it_again(tmp_path: Path, package: Package, images: Path) -> None:
+    config = write_device(tmp_path, package, images)
+    first = collecting(Line(tmp_path, config, package))
+    first.run()
+    first.close()
+    again = collecting(Line(tmp_path, config, package))  # the same session, of which the server knows nothing
+    again.run()
+    assert again.server.images == 12
+    again.close()
+
+
+def score_ask(line: Line, logits: np.ndarray, ask: str = "run-1.step-1") -> Ask:
+    ids = np.stack([np.frombuffer(sample.sample_id, np.uint8) for sample in line.equipment.dataset.samples])
+    return Ask(ask, "score_batch", {"split": "train"}, 60.0, {"logits": logits, "sample_ids": ids})
+
+
+def test_logits_come_back_as_gradients_of_the_true_classes(tmp_path: Path, package: Package, images: Path) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images, label_mode="logit-gradient"), package)
+    logits = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
+    line.server.on_open = lambda server: server.session.send(score_ask(line, logits))
+    line.run(lambda: len(line.server.gradients) == 1)
+    reply = line.server.gradients[0]
+    labels = [sample.label for sample in line.equipment.dataset.samples]
+    assert reply.gradient.argmin(axis=1).tolist() == labels  # the mode's price, as `head` says
+    assert reply.count == 12 and reply.mean_loss > 0
+    line.close()
+
+
+def test_asked_again_after_a_lost_connection_the_answer_is_the_same(
+    tmp_path: Path, package: Package, images: Path
+) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images, label_mode="client-head"), package)
+    ids = np.stack([np.frombuffer(sample.sample_id, np.uint8) for sample in line.equipment.dataset.samples])
+    features = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
+    ask = Ask("run-1.step-1", "head_step", {}, 60.0, {"features": features, "sample_ids": ids})
+    line.server.on_open = lambda server: server.session.send(ask)
+    line.run(lambda: len(line.server.gradients) == 1)
+    line.run(lambda: len(line.server.gradients) == 2)
+    line.close()
+    again = Line(tmp_path, write_device(tmp_path, package, images, label_mode="client-head"), package)
+    again.server.on_open = lambda server: server.session.send(ask)
+    again.run(lambda: len(again.server.gradients) == 1)
+    first, second, third = *line.server.gradients, again.server.gradients[0]
+    assert (first.gradient == second.gradient).all() and (first.gradient == third.gradient).all()
+    head = again.equipment.keeper.head_of("run-1")
+    assert head is not None and head.step == 1  # taken in once
+    again.close()
+
+
+def test_a_server_cannot_ask_for_scores_in_permuted_mode(tmp_path: Path, package: Package, images: Path) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+    line.server.on_open = lambda server: server.session.send(score_ask(line, np.zeros((12, 3), np.float32)))
+    with pytest.raises(RefusedError, match="score_batch"):
+        line.run()
+    line.close()
+
+
+def test_the_ask_itself_is_held_to_the_floor(tmp_path: Path, package: Package, images: Path) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+    line.server.on_open = lambda server: server.ask_features(kappa=0.25)
+    with pytest.raises(RefusedError, match=r"at least 1\.0 .*there 0\.25"):
+        line.run()
+    assert not line.server.stored
+    line.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("kappa", 0.5, r"at least 1\.0 .*, there 0\.5"),
+        ("kappa", 3.0, r"at most 2\.0 .*, there 3\.0"),
+        ("label_mode", "logit-gradient", "here permuted-label, there logit-gradient"),
+        ("package_digest", "ab" * 32, "package digest: here .*, there abababab"),
+        ("class_count", 4, "here 3, there 4"),
+        ("class_list_hash", "cd" * 32, "class list hash"),
+    ],
+)
+def test_terms_that_do_not_fit_are_refused_with_both_values(
+    tmp_path: Path, package: Package, images: Path, field: str, value: object, shown: str
+) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package, **{field: value})
+    with pytest.raises(RefusedError, match=shown) as refusal:
+        line.run()
+    assert refusal.value.exit_code == 6
+    line.close()
+
+
+@pytest.mark.parametrize(("code", "kind"), [("wrong-key", AuthError), ("full", RefusedError)])
+def test_a_refusal_carries_the_servers_words(
+    tmp_path: Path, package: Package, images: Path, code: str, kind: type[Exception]
+) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+
+    def refuse(server: MemoryServer, message: Message) -> None:
+        if message.TYPE == "hello":
+            server.session.frames_to_send()
+            server.session.send(Refuse(code, "no room", "come later", 5.0))
+
+    line.server.on_message = refuse
+    with pytest.raises(kind, match="no room"):
+        line.run()
+    line.close()
+
+
+def test_predictions_are_named_on_the_device(tmp_path: Path, package: Package, images: Path) -> None:
+    config = write_device(tmp_path, package, images)
+    trained = collecting(Line(tmp_path, config, package))
+    trained.run()
+    trained.equipment.remember_site()
+    trained.close()
+    line = Line(tmp_path, config, package, "infer")
+    table = line.equipment.wire_labels
+    truth = {sample.sample_id: sample.label for sample in line.equipment.dataset.samples}
+
+    def answer(server: MemoryServer, message: Message) -> None:
+        if isinstance(message, Features):
+            right = [table[truth[row.tobytes()]] for row in message.sample_ids]
+            values = 5.0 * np.eye(3, dtype=np.float32)[right]
+            from contract.messages import Scores
+
+            server.session.send(Scores(message.ask, message.batch, values))
+
+    line.server.on_message = answer
+    line.run()
+    assert line.conduct.outcome is not None and line.conduct.outcome.reason == "done" and line.window is not None
+    predictions = predict(line.window.scores, line.equipment.dataset, table, None)
+    assert accuracy(predictions, line.equipment.dataset) == 1.0
+    assert [prediction.file for prediction in predictions] == sorted(prediction.file for prediction in predictions)
+    adapted = trained.server.stored["run-1.features", 0]
+    inferred = line.server.stored["infer-1", 0]
+    assert (adapted.codes == inferred.codes).all()  # the same release: averaging gains nothing
+    assert inferred.labels is None and inferred.sources is None
+    line.close()
+
+
+def test_unanswered_batches_go_out_again_on_a_new_connection(tmp_path: Path, package: Package, images: Path) -> None:
+    config = write_device(tmp_path, package, images, classes=None)
+    (tmp_path / "classes.txt").write_text("\n".join(sorted(COUNTS)))
+    line = Line(tmp_path, write_device(tmp_path, package, images, classes=tmp_path / "classes.txt"), package, "infer")
+    del config
+    line.run(lambda: line.server.images == 12)  # stored, and no scores came
+    line.server.on_message = lambda server, message: server.score(message, 3)
+    line.run()
+    assert line.window is not None and line.window.complete
+    line.close()
+
+
+def test_stopped_in_the_middle_of_the_work_ends_at_the_next_image(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "slow", delay_s=0.02)
+    images = write_images(tmp_path / "images", {"a": 200})
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
+    line.run(lambda: line.delivery.busy)
+    line.stop.set()
+    import time
+
+    deadline_s = time.monotonic() + 5
+    while line.delivery.busy:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert line.delivery.failure is None
+    assert not list((tmp_path / "state" / "features").glob("clean*"))
+    line.close()
+
+
+def test_a_goodbye_without_return_ends_the_run(tmp_path: Path, package: Package, images: Path) -> None:
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+    line.server.on_open = lambda server: server.session.send(Bye("failed", False))
+    line.run()
+    assert line.conduct.outcome is not None and not line.conduct.outcome.may_return
+    line.close()
+
+
+def test_two_devices_with_one_site_secret_number_their_classes_alike(tmp_path: Path, package: Package) -> None:
+    secret = tmp_path / "site"
+    secret.write_bytes(bytes(range(32)))
+    names = tmp_path / "classes.txt"
+    names.write_text("cat\ndog\nowl\n")
+    tables, hashes = [], []
+    for device, classes in (("one", {"cat": 2, "dog": 1, "owl": 1}), ("two", {"owl": 2})):
+        images = write_images(tmp_path / device / "images", classes)
+        config = write_device(tmp_path / device, package, images, site_secret=secret, classes=names)
+        line = Line(tmp_path / device, config, package)
+        tables.append(line.equipment.wire_labels.tolist())
+        hashes.append(line.equipment.terms.class_list_hash)
+        line.close()
+    assert tables[0] == tables[1] and hashes[0] == hashes[1]
+    assert hashes[0] == class_list_hash(secret.read_bytes(), ("cat", "dog", "owl")).hex()
+
+
+def test_settings_are_not_on_the_wire(tmp_path: Path, package: Package, images: Path) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images, alpha=0.125), package))
+    line.run()
+    headers = b"".join(frame[:4096] for frame in line.server.wire)
+    for word in (b"alpha", b"energy", b"watt", b"0.125", to_json(0.125)):
+        assert word not in headers
+    line.close()
+
+
+def test_stopped_is_no_error_of_ours() -> None:
+    assert not issubclass(Stopped, RefusedError)

@@ -1,0 +1,65 @@
+"""A small real deployment for tests: keys, image folders, a signed INT8 package and its backend.
+
+Run as `python -m tests.make_package FOLDER`; the torch-free environments test against what it leaves there. Pictures are
+drawn here: stripes whose direction and colour make the class.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+SIDE_PX = 32
+MODEL = "vit_tiny_patch16_224"
+MODEL_ARGS = ("img_size=32", "patch_size=8", "embed_dim=48", "depth=3", "num_heads=3", "num_classes=4")
+PUBLIC_CLASSES = 4
+PRIVATE_CLASSES = ("north", "east", "south")
+DEVICES = ("device-a", "device-b")
+
+
+def main(root: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in range(PUBLIC_CLASSES):
+        draw_folder(root / "public" / f"public-{label}", label, 12, rng)
+    for place, name in enumerate(PRIVATE_CLASSES):
+        for device in DEVICES:
+            draw_folder(root / device / "train" / name, PUBLIC_CLASSES + place, 4, rng)
+            draw_folder(root / device / "test" / name, PUBLIC_CLASSES + place, 5, rng)
+    (root / "classes.txt").write_text("\n".join(sorted(PRIVATE_CLASSES)) + "\n")
+    devices = [word for device in DEVICES for word in ("--device", device)]
+    run("tools.make_keys", "-o", root / "keys", "--site", "site", *devices)
+    model_args = [word for each in MODEL_ARGS for word in ("--model-arg", each)]
+    run(
+        "exporter.cli", "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
+        "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
+    )  # fmt: skip
+
+
+def draw_folder(folder: Path, label: int, count: int, rng: np.random.Generator) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.fromarray(stripes(label, rng)).save(folder / f"{number}.png")
+
+
+def stripes(label: int, rng: np.random.Generator) -> np.ndarray:
+    """(32, 32, 3) uint8: direction and colour by class, phase, width and noise at random."""
+    rows, columns = np.mgrid[:SIDE_PX, :SIDE_PX] / SIDE_PX
+    angle = label * np.pi / 7
+    across = rows * np.cos(angle) + columns * np.sin(angle)
+    wave = 0.5 + 0.5 * np.sin(2 * np.pi * (across * rng.uniform(3, 4) + rng.uniform()))
+    colour = 0.5 + 0.5 * np.cos(2 * np.pi * (label / 7 + np.arange(3) / 3))
+    noisy = wave[..., None] * colour + rng.normal(scale=0.08, size=(SIDE_PX, SIDE_PX, 3))
+    return (255 * noisy.clip(0, 1)).astype(np.uint8)
+
+
+def run(module: str, *words: object) -> None:
+    subprocess.run([sys.executable, "-m", module, *map(str, words)], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

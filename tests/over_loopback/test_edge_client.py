@@ -1,0 +1,355 @@
+"""edge-run over real sockets on this machine: TLS, lost connections, signals, refusals, clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from contract.console import run_command
+from contract.messages import Message, Refuse, Welcome
+from contract.signature import load_public
+from edge_runtime.cli import edge_run, parser
+from edge_runtime.config import FIELDS, DeviceConfig
+from tests.edge_runtime.fake_package import Package, write_device, write_images, write_package
+from tests.edge_runtime.memory_server import MemoryServer
+from tests.over_loopback.socket_server import SocketServer, certificate_digest, write_certificate
+
+ROOT = Path(__file__).parents[2]
+CLASSES = {"apple": 8, "Zebra": 5, "owl": 7}
+
+
+def welcome_of(package: Package, **changes: object) -> Welcome:
+    welcome = Welcome(
+        session="s1",
+        run="run-1",
+        site="clinic",
+        strategy="split_adaptation",
+        label_mode="permuted-label",
+        class_count=len(CLASSES),
+        class_list_hash=None,
+        package_digest=package.digest.hex(),
+        kappa=1.0,
+        seed=7,
+        credit=4,
+        heartbeat_s=0.5,
+        last_seq=0,
+    )
+    return replace(welcome, **changes)  # type: ignore[arg-type]
+
+
+def memory_server(root: Path, package: Package, channel_binding: bytes = b"", **changes: object) -> MemoryServer:
+    server = MemoryServer(load_public(root / "device.pub"), welcome_of(package, **changes))
+    server.channel_binding = channel_binding
+    server.on_open = lambda server: server.ask_features()
+    server.on_message = lambda server, message: server.say_bye_when_complete(message)
+    return server
+
+
+def flags_of(config: DeviceConfig) -> list[str]:
+    flags: list[str] = []
+    for field in FIELDS:
+        value = getattr(config, field.name)
+        if value is not None:
+            flags += ["--" + field.name.replace("_", "-"), str(value)]
+    return flags
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a run in this process ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process: starting an interpreter for each run would take most of the time."""
+
+    def call(config: DeviceConfig, *more: str) -> Done:
+        capsys.readouterr()
+        arguments = parser().parse_args([*flags_of(config), *more])
+        code = run_command(lambda: edge_run(arguments, {}, ROOT))
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return write_package(tmp_path / "front")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", CLASSES)
+
+
+@pytest.fixture
+def plain() -> Iterator[SocketServer]:
+    server = SocketServer().start()
+    yield server
+    server.stop()
+
+
+def test_a_whole_run_over_tls_reports_what_it_did(tmp_path: Path, package: Package, images: Path, run: Run) -> None:
+    certificate = write_certificate(tmp_path / "tls")
+    server = SocketServer(certificate).start()
+    config = write_device(tmp_path, package, images, server.url, ca=certificate[0])
+    server.memory = memory_server(tmp_path, package, certificate_digest(certificate[0]))
+    done = run(config, "--format", "json")
+    server.stop()
+    assert done.code == 0, done.stderr
+    assert "may be switched off" in done.stderr
+    report = json.loads(done.stdout)
+    assert (report["schema_version"], report["kind"], report["outcome"]) == (1, "edge-run", "collected")
+    assert report["images"] == server.memory.images == 20
+    assert report["class_counts"] == [5, 8, 7]
+    payload = sum(
+        array.nbytes
+        for batch in server.memory.stored.values()
+        for array in (batch.sample_ids, batch.codes, batch.sources, batch.labels)
+        if array is not None
+    )
+    assert report["bytes_sent_payload"] == payload and report["bytes_per_image"] == payload / 20
+    assert payload < report["bytes_on_wire"] == sum(map(len, server.memory.wire))
+    assert set(report["stages_s"]) == {"extract", "retrieve", "upload"}
+    assert report["energy_j"] is not None or report["energy_reason"]
+    assert report["engine"] == "fake 1" and 0.0 < report["codes_changed"] < 1.0
+    assert report["peak_rss_mb"] > 1
+
+
+def test_lost_connections_lose_and_repeat_nothing(
+    tmp_path: Path, package: Package, plain: SocketServer, run: Run
+) -> None:
+    images = write_images(tmp_path / "images", dict.fromkeys(CLASSES, 200))
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package, credit=1)
+    plain.closed_after = lambda frames: plain.connections < 4 and frames >= 3
+    done = run(config, "--format", "json")
+    assert done.code == 0, done.stderr
+    assert plain.connections == 4 and (plain.memory.images, plain.memory.copies) == (600, 0)
+    assert "trying again in" in done.stderr
+
+
+def test_predictions_come_as_csv(tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run) -> None:
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package)
+    assert run(config).code == 0
+    plain.memory = MemoryServer(load_public(tmp_path / "device.pub"), welcome_of(package, session="s2"))
+    plain.memory.on_message = lambda server, message: server.score(message, len(CLASSES))
+    done = run(config, "--infer", "--format", "csv", "-o", str(tmp_path / "predictions.csv"))
+    assert done.code == 0 and done.stdout == "", done.stderr
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert lines[0] == "file,class,probability" and len(lines) == 21
+    assert lines[1].startswith("Zebra/Zebra_0.png,")
+
+
+def test_once_gives_up_with_exit_code_8(tmp_path: Path, package: Package, images: Path, run: Run) -> None:
+    done = run(write_device(tmp_path, package, images, "ws://127.0.0.1:9"), "--once")
+    assert done.code == 8 and "cannot be reached" in done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["unknown-device", "class-list"])
+def test_a_fatal_refusal_ends_with_exit_code_6(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, code: str, run: Run
+) -> None:
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package)
+    plain.memory.refusal = Refuse(code, "not this device", "enrol it", None)
+    done = run(config)
+    assert done.code == 6 and "not this device" in done.stderr and "cure: enrol it" in done.stderr
+
+
+def test_a_refusal_for_now_is_waited_out(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run
+) -> None:
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package)
+    plain.memory.refusal = Refuse("busy", "too many devices", "wait", 0.2)
+
+    def relent(server: MemoryServer, message: Message) -> None:
+        server.refusal = None if plain.connections >= 1 else server.refusal
+        server.say_bye_when_complete(message)
+
+    plain.memory.on_message = relent
+    done = run(config)
+    assert done.code == 0 and plain.connections == 2, done.stderr
+
+
+def test_an_untrusted_certificate_is_never_accepted(tmp_path: Path, package: Package, images: Path, run: Run) -> None:
+    server = SocketServer(write_certificate(tmp_path / "tls")).start()
+    other, _ = write_certificate(tmp_path / "other")
+    config = write_device(tmp_path, package, images, server.url, ca=other)
+    done = run(config, "--once")
+    server.stop()
+    assert done.code == 8 and "not trusted" in done.stderr and server.connections == 0
+
+
+def test_de_02_a_certificate_from_the_future_names_the_clock(
+    tmp_path: Path, package: Package, images: Path, run: Run
+) -> None:
+    certificate = write_certificate(tmp_path / "tls", datetime.now(timezone.utc) + timedelta(days=365))
+    server = SocketServer(certificate).start()
+    config = write_device(tmp_path, package, images, server.url, ca=certificate[0])
+    done = run(config, "--once")
+    server.stop()
+    assert done.code == 8 and "clock" in done.stderr
+
+
+def test_de_01_a_server_that_comes_late_is_waited_for(tmp_path: Path, package: Package, images: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = write_device(tmp_path, package, images, f"ws://127.0.0.1:{port}")
+    edge = start(config)
+    edge.wait_for("cannot be reached")
+    server = SocketServer(port=port)
+    server.memory = memory_server(tmp_path, package)
+    server.start()
+    assert edge.end() == 0, edge.text
+    assert server.memory.images == 20
+    server.stop()
+
+
+def test_heartbeats_go_on_while_the_worker_computes(
+    tmp_path: Path, images: Path, plain: SocketServer, run: Run
+) -> None:
+    package = write_package(tmp_path / "slow", delay_s=0.2)
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package, heartbeat_s=0.2)
+    beats: list[bool] = []
+
+    def listen(server: MemoryServer, message: Message) -> None:
+        if message.TYPE == "heartbeat":
+            beats.append(message.busy)  # type: ignore[union-attr]
+        server.say_bye_when_complete(message)
+
+    plain.memory.on_message = listen
+    done = run(config)
+    assert done.code == 0 and plain.connections == 1, done.stderr
+    assert sum(beats) >= 5
+
+
+class Edge:
+    """A running edge-run, and what it said so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, text: str, limit_s: float = 30.0) -> None:
+        wait_until(lambda: text in self.text, limit_s)
+
+    def end(self, limit_s: float = 30.0) -> int:
+        return self.process.wait(limit_s)
+
+
+def start(config: DeviceConfig, *more: str) -> Edge:
+    log = config.state.parent / "edge.log"
+    with log.open("wb") as stream:
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+        start = [sys.executable, "-c", "from edge_runtime.cli import main; raise SystemExit(main())"]
+        process = subprocess.Popen(
+            [*start, *flags_of(config), *more], cwd=ROOT, stdout=stream, stderr=stream, env=environ
+        )
+    return Edge(process, log)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("reading", signal.SIGTERM),
+        ("inferring", signal.SIGTERM),
+        ("inferring", signal.SIGINT),
+        ("reconnecting", signal.SIGTERM),
+        ("waiting", signal.SIGTERM),
+    ],
+)
+def test_de_03_a_signal_ends_the_run_well_and_nothing_is_lost(
+    tmp_path: Path, plain: SocketServer, moment: str, number: signal.Signals, run: Run
+) -> None:
+    package = write_package(tmp_path / "slow", delay_s=0.02)
+    images = write_images(tmp_path / "images", dict.fromkeys(CLASSES, 30))
+    url = plain.url if moment in ("inferring", "waiting") else "ws://127.0.0.1:9"
+    config = write_device(tmp_path, package, images, url)
+    plain.memory = memory_server(tmp_path, package)
+    if moment == "waiting":
+        plain.memory.on_open = lambda server: None  # lets it in, and asks nothing
+    edge = start(config)
+    if moment == "reading":
+        wait_until(lambda: (config.state / "identity" / "device_secret").exists())
+    elif moment == "inferring":
+        wait_until(lambda: (config.state / "features" / "clean.f16").exists())
+    elif moment == "reconnecting":
+        edge.wait_for("trying again")
+    else:
+        wait_until(lambda: len(plain.memory.wire) >= 2)  # type: ignore[union-attr]
+    edge.process.send_signal(number)
+    started_s = time.monotonic()
+    assert edge.end(10) == 0, edge.text
+    assert time.monotonic() - started_s < 10
+    assert "Traceback" not in edge.text
+    assert not list((config.state / "features").glob("*"))
+    plain.memory.on_open = lambda server: server.ask_features()
+    assert run(replace(config, server=plain.url)).code == 0
+    assert (plain.memory.images, plain.memory.copies) == (90, 0)
+
+
+def test_de_03_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "slow", delay_s=5.0)
+    images = write_images(tmp_path / "images", CLASSES)
+    edge = start(write_device(tmp_path, package, images))
+    wait_until(
+        lambda: (
+            (tmp_path / "state" / "packages").exists()
+            and bool(list((tmp_path / "state" / "packages").glob(".incoming*")))
+        )
+    )
+    edge.process.send_signal(signal.SIGTERM)
+    edge.wait_for("stopping")
+    edge.process.send_signal(signal.SIGTERM)
+    assert edge.end(2) == 128 + signal.SIGTERM
+
+
+def test_kill_9_at_any_moment_loses_nothing_and_counts_once(tmp_path: Path, plain: SocketServer, run: Run) -> None:
+    package = write_package(tmp_path / "slow", delay_s=0.003)
+    images = write_images(tmp_path / "images", dict.fromkeys(CLASSES, 200))
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package, credit=1)
+    for moment_s in (1.0, 1.6, 2.2):
+        edge = start(config)
+        time.sleep(moment_s)  # not to synchronise: the moment itself is what is tried
+        edge.process.kill()
+        edge.end()
+    done = run(config)
+    assert done.code == 0, done.stderr
+    assert (plain.memory.images, plain.memory.copies) == (600, 0)
+    assert not list((tmp_path / "state" / "features").iterdir())

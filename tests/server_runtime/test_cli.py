@@ -1,0 +1,112 @@
+"""server-run's flags and what it says of each mistake; nothing here starts a process of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("timm")
+
+from server_runtime import strategies  # noqa: E402
+from server_runtime.cli import main  # noqa: E402
+from server_runtime.plan import FIELDS  # noqa: E402
+from tests.server_runtime import tiny  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_backend_folder(tmp_path_factory.mktemp("export") / "front.backend")
+
+
+@pytest.fixture
+def words(backend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.chdir(tmp_path)
+    tiny.enrol(tmp_path / "roster", "clinic", "pi")
+    return {
+        "--strategy": "split_adaptation", "--backend": str(backend), "--listen": "127.0.0.1:0",
+        "--roster": str(tmp_path / "roster"), "--runs": str(tmp_path / "runs"),
+    }  # fmt: skip
+
+
+def run(words: dict[str, str], *more: str) -> int:
+    return main([*(word for pair in words.items() for word in pair), *more])
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "named"),
+    [
+        ({"--strategy": "split_adaption"}, 2, "did you mean 'split_adaptation'"),
+        ({"--backend": "nowhere"}, 2, "nowhere"),
+        ({"--listen": "0.0.0.0:8443"}, 2, "TLS"),
+        ({"--listen": "8443"}, 2, "HOST:PORT"),
+        ({"--roster": "nobody"}, 2, "nobody"),
+        ({"--certificate": "c.pem"}, 2, "certificate_key"),
+        ({"--kappa": "9"}, 2, "kappa"),
+        ({"--epochs": "0"}, 2, "epochs"),
+        ({"--epochs": "many"}, 2, "--epochs must be an integer"),
+        ({"--label-mode": "raw-label"}, 2, "raw-label"),
+        ({"--run": "../up"}, 2, "../up"),
+        ({"--config": "no.toml"}, 2, "no.toml"),
+    ],
+)
+def test_each_mistake_has_a_cause_and_a_cure(
+    change: dict[str, str], code: int, named: str, words: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words | change) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert named in said.err
+    assert said.err.count("error:") == 1
+    assert "\n  cure: " in said.err
+
+
+def test_an_incomplete_backend_is_a_package_error(
+    words: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run(words | {"--backend": str(tmp_path / "empty")}) == 4
+    assert "lacks manifest.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["--strategy", "--backend", "--listen", "--roster"])
+def test_a_missing_setting_names_its_flag(
+    missing: str, words: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run({flag: value for flag, value in words.items() if flag != missing}) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_show_config_says_where_each_value_comes_from(
+    words: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cutlayer.toml").write_text('[server]\nepochs = 7\npublic = "public"\n')
+    monkeypatch.setenv("CUTLAYER_SERVER_SEED", "5")
+    assert run(words, "--show-config") == 0
+    shown = capsys.readouterr().out
+    for line in ("epochs = 7  # [server] epochs in cutlayer.toml", "seed = 5  # CUTLAYER_SERVER_SEED",
+                 "augmentations = 8  # default", 'listen = "127.0.0.1:0"  # --listen'):  # fmt: skip
+        assert line in shown
+
+
+def test_help_names_every_setting_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for field in FIELDS:
+        assert field.name == "public" or "--" + field.name.replace("_", "-") in shown
+    for name in strategies.names():
+        assert name in shown
+
+
+def test_the_socket_process_never_imports_torch() -> None:
+    code = (
+        "import sys; import server_runtime.cli, server_runtime.server; "
+        "print([name for name in ('torch', 'timm', 'onnx') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert found.stdout.strip() == "[]"

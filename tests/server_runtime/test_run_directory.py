@@ -1,0 +1,120 @@
+"""Checkpoints, the journal and metrics come back whole, or the one before does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from contract.messages import Gradient  # noqa: E402
+from server_runtime.run_directory import RunDirectory  # noqa: E402
+from server_runtime.strategies import State  # noqa: E402
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "noise behind": lambda data: data + b"noise" * 50,
+    "one bit": lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
+}
+
+
+def state(epoch: int) -> State:
+    return State(
+        {"backend.w": torch.full((3, 4), float(epoch)), "head.b": torch.arange(3.0), "adam.0.step": torch.tensor(2.0)},
+        {"epoch": epoch, "text": "x", "unknown": None},
+    )
+
+
+def epoch_of(directory: RunDirectory) -> int | None:
+    found = directory.resume("clinic")
+    return None if found is None else int(found[0].values["epoch"] or 0)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).keep("clinic", state(3), ended=False)
+    found = RunDirectory(tmp_path).resume("clinic")
+    assert found is not None
+    assert not found[1]
+    assert found[0].values == {"epoch": 3, "text": "x", "unknown": None}
+    assert all(torch.equal(tensor, state(3).tensors[name]) for name, tensor in found[0].tensors.items())
+    assert found[0].tensors["adam.0.step"].shape == ()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_de_04_a_damaged_checkpoint_gives_way_to_the_one_before(damage: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    directory = RunDirectory(tmp_path, said.append)
+    directory.keep("clinic", state(1), ended=False)
+    directory.keep("clinic", state(2), ended=False)
+    path = tmp_path / "checkpoints" / "clinic.safetensors"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    assert epoch_of(directory) == 1
+    assert "unreadable" in said[0]
+    previous = tmp_path / "checkpoints" / "clinic.previous.safetensors"
+    previous.write_bytes(b"")
+    assert epoch_of(directory) is None
+
+
+def test_a_kill_between_two_renames_leaves_the_one_before(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.keep("clinic", state(1), ended=False)
+    path = tmp_path / "checkpoints" / "clinic.safetensors"
+    path.rename(path.with_suffix(".previous.safetensors"))
+    assert epoch_of(directory) == 1
+
+
+def reply(step: int) -> Gradient:
+    return Gradient(f"run.step-{step}", 0.5, 1, 2, np.full((2, 3), step, np.float32))
+
+
+def test_the_journal_holds_replies_since_the_checkpoint(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.journal("clinic", "a", reply(1))
+    directory.keep("clinic", state(1), ended=False)
+    for device in "ab":
+        directory.journal("clinic", device, reply(2))
+    found = RunDirectory(tmp_path).journalled("clinic")
+    assert sorted(found) == [("run.step-2", "a"), ("run.step-2", "b")]
+    assert np.array_equal(found["run.step-2", "a"].gradient, reply(2).gradient)
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "noise behind"])
+def test_de_04_a_torn_journal_is_cut_and_goes_on(damage: str, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for step in (1, 2):
+        directory.journal("clinic", "a", reply(step))
+    path = tmp_path / "journal" / "clinic"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    kept = directory.journalled("clinic")
+    assert len(kept) == {"empty": 0, "half": 1, "noise behind": 2}[damage] or len(kept) == 0
+    directory.journal("clinic", "a", reply(9))
+    assert set(directory.journalled("clinic")) == {*kept, ("run.step-9", "a")}
+
+
+def test_metrics_append_and_a_torn_line_is_cut(tmp_path: Path) -> None:
+    said: list[str] = []
+    RunDirectory(tmp_path).record({"site": "clinic", "epoch": 1, "loss": None})
+    with open(tmp_path / "metrics.jsonl", "a") as stream:
+        stream.write('{"site": "clinic", "ep')
+    directory = RunDirectory(tmp_path, said.append)
+    directory.record({"site": "clinic", "epoch": 2, "loss": 0.5})
+    assert [line["epoch"] for line in directory.metrics()] == [1, 2]
+    assert directory.metrics()[0]["loss"] is None
+    assert "cut off" in said[0]
+
+
+def test_metrics_refuse_nan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        RunDirectory(tmp_path).record({"loss": float("nan")})
+
+
+def test_what_was_trained_is_published_under_its_own_names(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    RunDirectory(tmp_path).publish("clinic", state(1))
+    assert list(load_file(tmp_path / "models" / "clinic" / "backend.safetensors")) == ["w"]
+    assert list(load_file(tmp_path / "models" / "clinic" / "head.safetensors")) == ["b"]

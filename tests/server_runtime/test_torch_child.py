@@ -1,0 +1,77 @@
+"""How the end of the torch process is told; small Python programs stand in for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from contract.errors import CutlayerError, PackageError, TrainingError
+from server_runtime.pipe import PipeFrame
+from server_runtime.torch_child import TorchChild, environment
+
+HEAD = "import os, signal, sys; from server_runtime import pipe; from server_runtime.pipe import PipeFrame, pack; "
+TORN = {"error": "PackageError", "cause": "it is torn", "cure": "mend it"}
+SAY = "sys.stdout.buffer.write(pack({})); sys.stdout.flush(); "
+
+
+async def child_of(code: str) -> TorchChild:
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HEAD + code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=environment(1),
+    )  # fmt: skip
+    return TorchChild(running)
+
+
+def frames_of(code: str) -> list[PipeFrame]:
+    async def run() -> list[PipeFrame]:
+        child = await child_of(code)
+        try:
+            return [frame async for frame in child.frames()]
+        finally:
+            await child.stop()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", TrainingError, "signal SIGKILL"),
+        ("sys.exit(9)", TrainingError, "exit code 9"),
+        ("", TrainingError, "exit code 0"),
+        (SAY.format(f"PipeFrame(pipe.FAILED, values={TORN})"), PackageError, "it is torn"),
+    ],
+)
+def test_its_end_is_an_error_with_its_own_exit_code(code: str, error: type[CutlayerError], text: str) -> None:
+    with pytest.raises(error, match=text):
+        frames_of(code)
+
+
+def test_a_site_that_failed_does_not_end_it() -> None:
+    async def run() -> PipeFrame:
+        told = 'PipeFrame(pipe.FAILED, "clinic", values={"cause": "nan", "cure": "lower"})'
+        child = await child_of(SAY.format(told) + "sys.stdin.buffer.read(1)")
+        async for frame in child.frames():
+            await child.stop()
+            return frame
+        raise AssertionError
+
+    assert asyncio.run(run()).site == "clinic"
+
+
+def test_it_is_stopped_by_a_frame() -> None:
+    async def run() -> None:
+        child = await child_of("next(pipe.Unpacker().feed(sys.stdin.buffer.read1(1 << 16)))")
+        await child.stop()
+        assert [frame async for frame in child.frames()] == []
+
+    asyncio.run(run())
+
+
+def test_threads_and_import_path_are_fixed_before_it_starts() -> None:
+    fixed = environment(3)
+    assert fixed["OMP_NUM_THREADS"] == "3"
+    assert Path(fixed["PYTHONPATH"].split(":")[0]) == Path(__file__).parents[2]
