@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from contract.canonical import decode, encode, from_json, to_json
 from contract.console import Progress, progress
 from contract.errors import ConfigError
 from contract.keyed_noise import class_list_hash, permutation
-from contract.signature import key_id, load_private, load_public, sign_raw
+from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
@@ -66,11 +66,15 @@ class Equipment:
     terms: Terms
     dataset: Dataset
     wire_labels: NDArray[np.int64]
-    engine: Engine
     codes_changed: float
     worker: Worker
     keeper: LabelKeeper
     stages: Stages
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the frontend."""
+        return self.worker.engine
 
     @property
     def clock_floor(self) -> datetime:
@@ -84,22 +88,40 @@ class Equipment:
 
 
 def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Callable[[str], None]) -> Equipment:
-    """Make everything ready, the cheap checks first. Raises: CutlayerError of the part that is not; Stopped."""
+    """Make everything ready, the cheap checks first; the caller closes `state`.
+
+    Raises: CutlayerError of the part that is not ready; Stopped.
+    """
     key = load_private(config.key)
     publisher = load_public(config.trust)
     choice = choose_package(config.engine)
     if choice.fallback_reason:
         say(choice.fallback_reason)
+    identity = Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
     state = open_state(config.state)
+    try:
+        return equip_state(config, purpose, state, choice, {key_id(publisher): publisher}, identity, stop, say)
+    except BaseException:
+        state.close()
+        raise
+
+
+def equip_state(
+    config: DeviceConfig,
+    purpose: Purpose,
+    state: State,
+    choice: PackageChoice,
+    trusted: Mapping[str, PublicKey],
+    identity: Identity,
+    stop: threading.Event,
+    say: Callable[[str], None],
+) -> Equipment:
+    """What needs the state directory: secrets, the installed package, images, engine, worker."""
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
     threads = config.threads or usable_cpus(allowed_affinity())
     installed = install(
-        choice.folder,
-        state.packages,
-        {key_id(publisher): publisher},
-        lambda path: open_engine(choice.engine, path, threads),
-        say,
+        choice.folder, state.packages, trusted, lambda path: open_engine(choice.engine, path, threads), say
     )
     check_stop(stop)
     dataset = find_images(config, purpose, state, installed, secret, stop, say)
@@ -109,19 +131,22 @@ def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Ca
     check_stop(stop)
     wire_labels = number_classes(terms, site_secret, installed.digest)
     stages = Stages(probe().meter, time.monotonic)
-    keeper = LabelKeeper(
-        {sample.sample_id: sample.label for sample in dataset.samples}, len(dataset.classes), secret, state.head, say
-    )
+    labels = {sample.sample_id: sample.label for sample in dataset.samples}
+    keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
     bench = Bench(
-        Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms,
-        secret, installed.digest, wire_labels, config.max_releases, state.features,
-    )  # fmt: skip
-    around = Surroundings(
-        lambda total, description, unit: progress(total=total, description=description, unit=unit),
-        lambda: check_stop(stop),
+        Frontend(engine, installed.manifest.image, installed.cut.tokens),
+        installed.cut,
+        dataset,
+        terms,
+        secret,
+        installed.digest,
+        wire_labels,
+        config.max_releases,
+        state.features,
     )
-    worker = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around)
-    identity = Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
+    worker = Worker(
+        bench, ReleaseLedger(state.ledger, say), keeper, stages, Surroundings(open_bar, lambda: check_stop(stop))
+    )
     return Equipment(
         config,
         purpose,
@@ -132,12 +157,16 @@ def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Ca
         terms,
         dataset,
         wire_labels,
-        engine,
         codes_changed,
         worker,
         keeper,
         stages,
     )
+
+
+def open_bar(total: int, description: str, unit: str) -> Progress[None]:
+    """A progress bar, or lines where there is no terminal."""
+    return progress(total=total, description=description, unit=unit)
 
 
 def open_site_secret(config: DeviceConfig, state: State, say: Callable[[str], None]) -> bytes:

@@ -84,19 +84,20 @@ def install(
     try:
         for leftover in packages.glob(".incoming-*"):
             shutil.rmtree(leftover)
-        if not is_whole(folder, manifest, say):
-            shutil.rmtree(folder, ignore_errors=True)
-            incoming = packages / f".incoming-{package_digest.hex()}"
-            copy_package(source, incoming, manifest, signed, signature)
-            snr_db = check_golden(incoming, manifest, open_frontend)
-            os.rename(incoming, folder)
-        else:
+        if is_whole(folder, manifest, say):
             snr_db = check_golden(folder, manifest, open_frontend)
+        else:
+            incoming = packages / f".incoming-{package_digest.hex()}"
+            try:
+                copy_package(source, incoming, manifest, signed, signature)
+                snr_db = check_golden(incoming, manifest, open_frontend)
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(incoming, folder)
+            finally:
+                shutil.rmtree(incoming, ignore_errors=True)
         point_current(packages, folder.name)
     except OSError as error:
-        raise DeviceError(
-            f"the package cannot be installed in {packages}: {error}", "make room on the disk and start again"
-        ) from error
+        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
     return Installed(folder, manifest, package_digest, snr_db)
 
 

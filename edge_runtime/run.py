@@ -88,9 +88,15 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
         await asyncio.wait((ready,), timeout=STOP_S)
     asked.cancel()
     try:
-        return await converse(ready.result(), signals, once, say) if ready.done() else None
+        equipment = ready.result() if ready.done() else None
     except Stopped:
         return None
+    if equipment is None:
+        return None
+    try:
+        return await converse(equipment, signals, once, say)
+    finally:
+        equipment.state.close()
 
 
 async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None]) -> Report:

@@ -19,6 +19,7 @@ from contract.console import Progress
 from contract.manifest import Cut
 from contract.messages import Ask, Features, Message
 from edge_runtime.data import Dataset, Sample
+from edge_runtime.engines import Engine
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
 from edge_runtime.release_ledger import Release, ReleaseLedger
@@ -83,6 +84,11 @@ class Worker:
     ) -> None:
         self.counters = Counters()
         self._bench, self._ledger, self._keeper, self._stages, self._around = bench, ledger, keeper, stages, around
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the frontend."""
+        return self._bench.frontend.engine
 
     @property
     def samples(self) -> Sequence[Sample]:

@@ -99,12 +99,13 @@ def export(plan: ExportPlan, surroundings: Surroundings, limits: Limits) -> Repo
         prepared = _prepare(bench, backend, head, rng)
         figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench)})
-        write_backend(staged.backend, bench, prepared, figures)
         signer = key_id(surroundings.signer.public_key())
         manifest = to_bytes(manifest_of(bench, prepared, family_name, files, signer, surroundings.now))
+        package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))
+        write_backend(staged.backend, bench, prepared, figures, package_digest)
         publish(staged, output)
-    return Report(str(output), plan.name, version, digest(manifest).hex(), signer, len(file.data), figures)
+    return Report(str(output), plan.name, version, package_digest, signer, len(file.data), figures)
 
 
 def _cut(wanted: int | None, depth: int) -> int:

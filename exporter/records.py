@@ -82,7 +82,9 @@ def golden_of(bench: Bench) -> bytes:
     return golden_bytes(bench.public.pixels(indices), np.concatenate(tokens))
 
 
-def write_backend(folder: Path, bench: Bench, prepared: PreparedBackend, figures: dict[str, object]) -> None:
+def write_backend(
+    folder: Path, bench: Bench, prepared: PreparedBackend, figures: dict[str, object], package_digest: str
+) -> None:
     """The tuned half and everything the server needs beside it."""
     write_tensors(folder / "backend.safetensors", prepared.state)
     if prepared.head is not None:
@@ -90,7 +92,8 @@ def write_backend(folder: Path, bench: Bench, prepared: PreparedBackend, figures
     write_arrays(folder / "statistics.safetensors", prepared.public_tokens.arrays())
     write_document(folder / "few_shot.json", prepared.rates.document())
     plan = {**asdict(bench.plan), "model_args": dict(bench.plan.model_args)}
-    write_document(folder / "export.json", {"schema_version": 1, "plan": plan, "figures": figures})
+    document = {"schema_version": 1, "package_digest": package_digest, "plan": plan, "figures": figures}
+    write_document(folder / "export.json", document)
     write_table(folder / "public.toml", _public_table(bench))
 
 

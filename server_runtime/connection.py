@@ -8,12 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-
-from websockets.asyncio.server import ServerConnection
-from websockets.exceptions import ConnectionClosed
 
 from contract.errors import ProtocolError, RefusedError, RemoteProtocolError
 from contract.messages import Bye, Features, Gradient, Heartbeat, Hello, Message, Proof, Refuse, Scores
@@ -33,6 +30,19 @@ class ConnectionLimits:
 
     handshake_s: float = 15.0
     leaving_s: float = 5.0
+
+
+class Socket(Protocol):
+    """A WebSocket, as far as a connection uses it."""
+
+    @property
+    def transport(self) -> asyncio.Transport: ...
+
+    def __aiter__(self) -> AsyncIterator[str | bytes]: ...
+
+    async def send(self, message: bytes) -> None: ...
+
+    async def close(self, code: int, reason: str) -> None: ...
 
 
 class Hub(Protocol):
@@ -59,7 +69,7 @@ class Connection:
     """One device, from its first frame to its last."""
 
     def __init__(
-        self, socket: ServerConnection, admission: Admission, expected: Expected, store: Store, hub: Hub
+        self, socket: Socket, admission: Admission, expected: Expected, store: Store, hub: Hub
     ) -> None:
         self._socket = socket
         self._admission = admission
@@ -116,18 +126,27 @@ class Connection:
     # -- its life
 
     async def run(self) -> None:
-        """Serve until either side closes."""
+        """Serve until either side closes.
+
+        Raises:
+            LocalProtocolError: what was to be sent broke the protocol; besides, what the socket raises when it closes.
+        """
         flusher = asyncio.create_task(self._flush_whenever_woken())
+        flusher.add_done_callback(self._hang_up_unless_cancelled)
         try:
             async for frame in self._socket:
                 await self._take(frame)
                 if self._session.state is State.CLOSED:
                     break
-        except ConnectionClosed:
-            pass
         finally:
             flusher.cancel()
-            await asyncio.gather(flusher, return_exceptions=True)
+            [fault] = await asyncio.gather(flusher, return_exceptions=True)
+        if isinstance(fault, Exception):
+            raise fault
+
+    def _hang_up_unless_cancelled(self, flusher: asyncio.Task[None]) -> None:
+        if not flusher.cancelled():  # it failed, and the reader would wait for a device that hears nothing
+            self._socket.transport.abort()
 
     async def _take(self, frame: str | bytes) -> None:
         try:

@@ -54,18 +54,7 @@ def choose_run(
         ConfigError: the named run was made with another backend or other settings, or RUNS cannot be written.
     """
     if named is not None:
-        if len(check_name(named, "run")) > RUN_NAME_CHARACTERS:
-            raise ConfigError(f"the run name {named!r} is too long", f"use at most {RUN_NAME_CHARACTERS} characters")
-        root = runs / named
-        recorded = read_plan(root, say)
-        if recorded is None:
-            if (root / "run.toml").exists() or (root / "state.sqlite").exists():
-                raise ConfigError(
-                    f"{root / 'run.toml'} cannot be read",
-                    "restore it from the run's operator, or choose another --run",
-                )
-            return _create(root, plan)
-        return _take_up(root, recorded, plan, given)
+        return _choose_named(runs / check_name(named, "run"), plan, given, say)
     finished = None
     for root in sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True):
         recorded = read_plan(root, say)
@@ -78,6 +67,19 @@ def choose_run(
     if finished is not None:
         say(f"run {finished} of the same plan is finished; to answer inference with it: --run {finished}")
     return _create(runs / new_name(), plan)
+
+
+def _choose_named(root: Path, plan: Plan, given: frozenset[str], say: Callable[[str], None]) -> Run:
+    if len(root.name) > RUN_NAME_CHARACTERS:
+        raise ConfigError(f"the run name {root.name!r} is too long", f"use at most {RUN_NAME_CHARACTERS} characters")
+    recorded = read_plan(root, say)
+    if recorded is not None:
+        return _take_up(root, recorded, plan, given)
+    if (root / "run.toml").exists() or (root / "state.sqlite").exists():
+        raise ConfigError(
+            f"{root / 'run.toml'} cannot be read, nor can its copy", "restore one of them, or choose another --run"
+        )
+    return _create(root, plan)
 
 
 def _take_up(root: Path, recorded: dict[str, Any], plan: Plan, given: frozenset[str]) -> Run:

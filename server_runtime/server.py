@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import signal
-import socket
 import sqlite3
 import ssl
 import time
@@ -22,19 +20,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
 from websockets.asyncio.server import Server as SocketServer
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
 
 from contract.codec import LIMITS as CODEC_LIMITS
-from contract.errors import ConfigError, TrainingError
+from contract.errors import ConfigError, CutlayerError, TrainingError
 from contract.messages import Features, Gradient, Heartbeat, Message
 
 from . import pipe
 from .acceptance import Expected
 from .admission import Admission, Terms
 from .connection import Connection
+from .listening import bind_address, tls_context
 from .pipe import PipeFrame
 from .plan import Listen
 from .roster import Roster
@@ -115,7 +113,7 @@ class Server:
             ConfigError: the port is taken or the certificate cannot be used.
             TrainingError: the torch process ended, or no site can go on.
         """
-        context, binding = _tls(self._job.listen)
+        context, binding = tls_context(self._job.listen)
         self._load_requests()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -160,7 +158,7 @@ class Server:
         listen = self._job.listen
         try:
             return await serve(
-                converse, _address(listen), listen.port, ssl=context, compression=None,
+                converse, bind_address(listen), listen.port, ssl=context, compression=None,
                 max_size=CODEC_LIMITS.frame_bytes, max_queue=self._limits.queued_frames, ping_interval=None,
                 close_timeout=2,
             )  # fmt: skip
@@ -183,13 +181,19 @@ class Server:
         self._open.add(connection)
         try:
             await connection.run()
-        except (OSError, sqlite3.Error) as error:  # a socket's own errors do not come this far
+        except ConnectionClosed:
+            pass
+        except CutlayerError as error:  # one device's trouble is not the others'
+            self._say(f"warning: a connection was given up: {error.cause}")
+        except (OSError, sqlite3.Error) as error:  # of the store; a socket's own are ConnectionClosed
             self._give_up(
                 TrainingError(
                     f"the run directory {self._job.root} cannot be written: {error}",
                     "free space or repair the disk, then start server-run again: nothing acknowledged is lost",
                 )
             )
+        except Exception as error:
+            self._give_up(error)
         finally:
             self._open.discard(connection)
             await self._leave(connection)
@@ -338,32 +342,3 @@ class Server:
         while time.monotonic() < deadline_s and not all(c.idle for c in self._devices.values()):
             await asyncio.sleep(0.05)
         self._stop.set()
-
-
-def _address(listen: Listen) -> str:
-    """What to bind: a free port is taken on one address only, as each address would get a port of its own."""
-    if listen.port:
-        return listen.host
-    found = socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-
-
-def _tls(listen: Listen) -> tuple[ssl.SSLContext | None, bytes]:
-    """The TLS context, and the channel binding that a device's proof must contain: SHA-256 of the certificate
-    (tls-server-end-point, RFC 5929), empty without TLS.
-
-    Raises:
-        ConfigError: the certificate or its key cannot be used.
-    """
-    if listen.certificate is None:
-        return None, b""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(listen.certificate, listen.certificate_key)
-        leaf = x509.load_pem_x509_certificates(listen.certificate.read_bytes())[0]
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(
-            f"the certificate {listen.certificate} with the key {listen.certificate_key} cannot be used: {error}",
-            "give PEM files that belong together and that this user may read",
-        ) from error
-    return context, hashlib.sha256(leaf.public_bytes(Encoding.DER)).digest()

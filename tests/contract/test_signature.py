@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +95,9 @@ def test_key_of_another_algorithm_or_with_a_password(tmp_path: Path) -> None:
     )
     (tmp_path / "ec.pub").write_bytes(other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     with pytest.raises(SignatureError, match="without a password"):
+        load_private(tmp_path / "ec.key")
+    (tmp_path / "ec.key").write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(SignatureError, match="expected an Ed25519 private key"):
         load_private(tmp_path / "ec.key")
     with pytest.raises(SignatureError, match="expected an Ed25519 public key"):
         load_public(tmp_path / "ec.pub")

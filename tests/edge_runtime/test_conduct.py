@@ -14,6 +14,7 @@ from contract.keyed_noise import class_list_hash, permutation
 from contract.messages import Ask, Bye, Features, Message, Refuse, Welcome
 from contract.signature import load_public
 from contract.tokens import augment, dequantize, wire_steps
+from edge_runtime import pipeline
 from edge_runtime.conduct import Conduct
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped
@@ -75,6 +76,12 @@ def package(tmp_path: Path) -> Package:
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", COUNTS)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of a few images, so that a small folder makes many of them."""
+    monkeypatch.setattr(pipeline, "BATCH_SAMPLES_MAX", 8)
 
 
 def collecting(line: Line) -> Line:
@@ -161,18 +168,20 @@ def test_no_name_pixel_or_secret_is_in_any_frame(tmp_path: Path, package: Packag
     line.close()
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_wi_04_cut_after_every_frame_and_each_image_counts_once(tmp_path: Path, package: Package) -> None:
-    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    images = write_images(tmp_path / "many", {"a": 30, "b": 30})
     line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package, credit=2))
     while line.conduct.outcome is None:
         before = len(line.server.wire)
         line.run(lambda before=before: line.conduct.outcome is not None or len(line.server.wire) >= before + 4)
-    assert (line.server.images, line.server.copies) == (600, 0)
+    assert (line.server.images, line.server.copies) == (60, 0)
     line.close()
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_a_restarted_device_goes_on_behind_what_its_spool_holds(tmp_path: Path, package: Package) -> None:
-    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    images = write_images(tmp_path / "many", {"a": 30, "b": 30})
     config = write_device(tmp_path, package, images)
     whole = collecting(Line(tmp_path, config, package))
     whole.run()
@@ -189,18 +198,19 @@ def test_a_restarted_device_goes_on_behind_what_its_spool_holds(tmp_path: Path, 
     computed = []
     again.delivery.on_change = lambda: computed.append(again.spool.next_seq)
     again.run()
-    assert (first.server.images, first.server.copies) == (600, 0)
-    assert again.equipment.worker.counters.images < 600  # what was in the spool is not made again
+    assert (first.server.images, first.server.copies) == (60, 0)
+    assert again.equipment.worker.counters.images < 60  # what was in the spool is not made again
     for key, batch in expected.items():
         assert (first.server.stored[key].codes == batch.codes).all()
         assert (first.server.stored[key].sources == batch.sources).all()
     again.close()
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_a_changed_folder_in_the_middle_of_an_upload_is_said(tmp_path: Path, package: Package) -> None:
     from contract.errors import DataError
 
-    images = write_images(tmp_path / "many", {"a": 300, "b": 300})
+    images = write_images(tmp_path / "many", {"a": 30, "b": 30})
     config = write_device(tmp_path, package, images)
     first = collecting(Line(tmp_path, config, package, credit=1))
     first.run(lambda: first.server.images > 0)

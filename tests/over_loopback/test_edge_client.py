@@ -232,9 +232,9 @@ def test_de_01_a_server_that_comes_late_is_waited_for(tmp_path: Path, package: P
 def test_heartbeats_go_on_while_the_worker_computes(
     tmp_path: Path, images: Path, plain: SocketServer, run: Run
 ) -> None:
-    package = write_package(tmp_path / "slow", delay_s=0.2)
+    package = write_package(tmp_path / "slow", delay_s=0.1)
     config = write_device(tmp_path, package, images, plain.url)
-    plain.memory = memory_server(tmp_path, package, heartbeat_s=0.2)
+    plain.memory = memory_server(tmp_path, package, heartbeat_s=0.1)
     beats: list[bool] = []
 
     def listen(server: MemoryServer, message: Message) -> None:

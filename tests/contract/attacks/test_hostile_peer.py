@@ -78,7 +78,8 @@ def test_flood_beyond_credit() -> None:
     for seq in (1, 2, 3):
         joined.server.receive(encode(features(), seq=seq, ack=0), 0.0)
         joined.server.stored(seq)  # stored, but the peer has not been told
-    broken(joined, Role.SERVER, features(), 4, 0, "expected at most 3 messages beyond acknowledgement 0, found number 4")
+    text = "expected at most 3 messages beyond acknowledgement 0, found number 4"
+    broken(joined, Role.SERVER, features(), 4, 0, text)
 
 
 def test_server_that_claims_to_have_stored_what_was_never_made() -> None:

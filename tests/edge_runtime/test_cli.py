@@ -1,0 +1,172 @@
+"""The command line in other processes or none: help, configuration, errors, what is imported, what it weighs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from contract.errors import UsageError
+from edge_runtime.cli import edge_run, parser, print_report
+from edge_runtime.config import FIELDS
+from edge_runtime.predictions import Prediction
+from edge_runtime.report import Report, to_csv, to_table
+from tests.edge_runtime.fake_package import write_device, write_images, write_package
+
+ROOT = Path(__file__).parents[2]
+BANNED = {"torch", "torchvision", "timm", "onnx", "onnxscript", "exporter", "server_runtime"}
+
+REPORT = Report(
+    outcome="collected",
+    run="run-1",
+    images=2,
+    classes=2,
+    class_counts=(1, 1),
+    skipped=({"file": "cat/x.png", "reason": "is empty"},),
+    duplicates=(),
+    ignored=1,
+    bytes_sent_payload=100,
+    bytes_per_image=50.0,
+    bytes_on_wire=300,
+    codes_changed=0.34,
+    saturated=0.0,
+    stages_s={"extract": 1.0},
+    stages_energy_j={"extract": None},
+    energy_j=None,
+    energy_reason="rapl: none here",
+    engine="fake 1",
+    engine_fallback=None,
+    threads=1,
+    int8_layers=None,
+    linear_layers=1,
+    golden_snr_db=40.0,
+    label_mode="permuted-label",
+    kappa=1.0,
+    alpha=0.1,
+    noise="keyed",
+    package="tiny",
+    package_version=1,
+    package_digest="ab" * 32,
+    peak_rss_mb=50.0,
+)
+PREDICTED = replace(REPORT, predictions=(Prediction("a, b.png", "cat", 0.75),), accuracy=0.5)
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+
+
+def test_every_setting_has_a_flag_with_help() -> None:
+    text = parser().format_help()
+    for field in FIELDS:
+        assert "--" + field.name.replace("_", "-") in text and field.help
+    for flag in ("--infer", "--once", "--format", "--output", "--config", "--show-config"):
+        assert flag in text
+
+
+def test_an_unknown_choice_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match="permuted-label"):
+        parser().parse_args(["--label-mode", "permuted-lable"])
+
+
+def test_show_config_tells_where_each_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "edge.toml").write_text(
+        "[device]\nengine='f'\ndata='d'\nserver='wss://x:1'\ntrust='t'\nkey='k'\nstate='s'\n"
+    )
+    arguments = parser().parse_args(["--show-config", "--name", "pi-1"])
+    assert edge_run(arguments, {"CUTLAYER_DEVICE_THREADS": "3"}, tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert 'name = "pi-1"  # --name' in shown and "threads = 3  # CUTLAYER_DEVICE_THREADS" in shown
+    assert "edge.toml" in shown and "# alpha is not set" in shown
+
+
+def test_the_json_report_is_one_versioned_document(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(REPORT, "json", None)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["kind"]) == (1, "edge-run")
+    assert document["energy_j"] is None and document["energy_reason"] == "rapl: none here"
+    assert document["skipped"] == [{"file": "cat/x.png", "reason": "is empty"}]
+    assert "predictions" not in document
+    print_report(PREDICTED, "json", None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["predictions"] == [{"file": "a, b.png", "class_name": "cat", "probability": 0.75}]
+    assert document["accuracy"] == 0.5
+
+
+def test_the_csv_report_reads_back() -> None:
+    (row,) = csv.DictReader(io.StringIO(to_csv(REPORT)))
+    assert (row["images"], row["energy_j"], row["label_mode"]) == ("2", "", "permuted-label")
+    (row,) = csv.DictReader(io.StringIO(to_csv(PREDICTED)))
+    assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000"}
+
+
+def test_the_table_says_what_is_unknown() -> None:
+    table = to_table(PREDICTED)
+    assert "unknown: rapl: none here" in table and "cat/x.png: is empty" in table and "a, b.png" in table
+    assert "0 J" not in table and "\x1b" not in table
+
+
+def test_the_report_can_go_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(REPORT, "json", tmp_path / "report.json")
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "report.json").read_text())["images"] == 2
+
+
+def test_a_run_imports_nothing_of_the_servers_or_of_torch() -> None:
+    done = python(
+        "import sys, pkgutil, importlib, edge_runtime, edge_runtime.cli\n"
+        "for entry in pkgutil.walk_packages(edge_runtime.__path__, 'edge_runtime.'):\n"
+        "    importlib.import_module(entry.name)\n"
+        "print(*{name.split('.')[0] for name in sys.modules})\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert not BANNED & set(done.stdout.split())
+
+
+def test_a_whole_run_works_where_they_cannot_be_imported(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "front")
+    config = write_device(tmp_path, package, write_images(tmp_path / "images", {"a": 2}), "ws://127.0.0.1:9")
+    flags = [part for field in FIELDS if (value := getattr(config, field.name)) is not None
+             for part in ("--" + field.name.replace("_", "-"), str(value))]  # fmt: skip
+    done = python(
+        "import sys\n"
+        "class Wall:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {BANNED!r}:\n"
+        "            raise ImportError('forbidden on a device: ' + name)\n"
+        "sys.meta_path.insert(0, Wall())\n"
+        "from edge_runtime.cli import main\n"
+        "raise SystemExit(main())\n",
+        *flags,
+        "--once",
+    )
+    assert done.returncode == 8, done.stderr
+    assert "cannot be reached" in done.stderr
+
+
+def test_help_needs_neither_numpy_nor_sockets() -> None:
+    done = python("import sys, edge_runtime.cli; edge_runtime.cli.parser().format_help(); print(*sys.modules)")
+    assert done.returncode == 0 and not {"onnxruntime", "websockets"} & set(done.stdout.split())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
+def test_an_idle_device_without_an_engine_stays_small() -> None:
+    done = python("import edge_runtime.run\nprint(open('/proc/self/status').read())")
+    resident_kb = next(int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("VmRSS"))
+    assert resident_kb * 1024 < 75e6  # the goal is 60 MB; the margin is for other builds of numpy and OpenSSL
+
+
+def test_errors_are_one_line_of_cause_and_one_of_cure(tmp_path: Path) -> None:
+    done = python(
+        "from edge_runtime.cli import main; raise SystemExit(main())", "--config", str(tmp_path / "none.toml")
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[0].startswith("error: ") and "cure: " in done.stderr.splitlines()[1]

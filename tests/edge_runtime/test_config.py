@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ConfigError
+from edge_runtime.config import DeviceConfig, device_config, is_loopback, resolve_config
+
+NEEDED = """
+engine = "front/front.plan"
+data = "images"
+server = "wss://server:8443"
+trust = "publisher.pub"
+key = "device.pem"
+name = "pi-1"
+state = "state"
+"""
+
+
+def read(directory: Path, text: str = NEEDED, flags: dict[str, object] | None = None, **environ: str) -> DeviceConfig:
+    (directory / "edge.toml").write_text("[device]\n" + text)
+    return device_config(resolve_config(flags or {}, environ, None, directory).values)
+
+
+def test_what_the_command_line_leaves_out_comes_from_edge_toml(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert config.data == tmp_path / "images" and config.label_mode == "permuted-label"
+    assert (config.alpha, config.kappa_floor, config.max_releases) == (None, None, 1)
+
+
+def test_flags_go_over_environment_over_file(tmp_path: Path) -> None:
+    flags = {"name": "pi-2"}
+    config = read(tmp_path, flags=flags, CUTLAYER_DEVICE_NAME="pi-3", CUTLAYER_DEVICE_THREADS="2")
+    assert (config.name, config.threads) == ("pi-2", 2)
+
+
+def test_edge_toml_is_looked_for_before_cutlayer_toml(tmp_path: Path) -> None:
+    (tmp_path / "cutlayer.toml").write_text("[device]\nname = 'other'\n")
+    assert read(tmp_path).name == "pi-1"
+
+
+def test_a_missing_setting_names_flag_variable_and_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, NEEDED.replace("key =", "# key ="))
+    assert all(part in error.value.cure for part in ("--key", "CUTLAYER_DEVICE_KEY", "[device]"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("label_mode = 'permuted'", "permuted-label"),
+        ("label_mode = 'raw-label'", "one of permuted-label"),
+        ("noise = 'none'", "keyed, fresh"),
+        ("alpha = -0.1", "alpha should be 0.0 to 1.0"),
+        ("kappa_floor = -1", "kappa_floor"),
+        ("max_releases = 0", "max_releases"),
+        ("threads = -1", "threads"),
+    ],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, NEEDED + line)
+
+
+@pytest.mark.parametrize(
+    "server", ["ws://server:1", "http://server", "server:8443", "ws://127.example.com:1", "wss://"]
+)
+def test_only_tls_leaves_this_machine(tmp_path: Path, server: str) -> None:
+    with pytest.raises(ConfigError, match="server"):
+        read(tmp_path, NEEDED.replace("wss://server:8443", server))
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])
+def test_loopback_is_this_machine(host: str) -> None:
+    assert is_loopback(host) and not is_loopback(host + ".example.com")

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.meters import probe
+from edge_runtime.meters.rapl import RaplMeter, find_domains, open_rapl
+
+RANGE_UJ = 262_143_328_850
+
+
+def domain(root: Path, place: str, name: str, energy_uj: int, range_uj: int = RANGE_UJ) -> Path:
+    folder = root / "sys/class/powercap" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "name").write_text(name + "\n")
+    (folder / "energy_uj").write_text(f"{energy_uj}\n")
+    (folder / "max_energy_range_uj").write_text(f"{range_uj}\n")
+    return folder / "energy_uj"
+
+
+def open_meter(root: Path) -> RaplMeter:
+    meter, _ = open_rapl(root)
+    assert meter is not None
+    return meter
+
+
+def test_packages_and_dram_are_added_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+    places = {
+        "intel-rapl:0": "package-0",
+        "intel-rapl:0:0": "core",
+        "intel-rapl:0:1": "uncore",
+        "intel-rapl:0:2": "dram",
+        "intel-rapl:1": "package-1",
+        "intel-rapl:2": "psys",
+        "intel-rapl-mmio:0": "package-0",
+    }
+    files = {place: domain(tmp_path, place, name, 1_000_000) for place, name in places.items()}
+    (tmp_path / "sys/class/powercap/intel-rapl").mkdir()
+    meter = open_meter(tmp_path)
+    assert meter.scope == "package-0 + dram + package-1"
+    meter.read(0.0)
+    for file in files.values():
+        file.write_text("3500000\n")
+    assert meter.read(1.0).energy_j == pytest.approx(7.5)
+
+
+def test_pw_02_two_wraps_are_exact(tmp_path: Path) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0", RANGE_UJ - 5_000_000)
+    meter = open_meter(tmp_path)
+    meter.read(0.0)
+    total_j, counter, now_s = 0.0, RANGE_UJ - 5_000_000, 0.0
+    while total_j < 2.5 * RANGE_UJ / 1e6:
+        counter, now_s, total_j = (counter + 20_000_000_000) % RANGE_UJ, now_s + 100.0, total_j + 20_000.0
+        file.write_text(f"{counter}\n")
+        assert meter.read(now_s).energy_j == pytest.approx(total_j)
+
+
+def test_pw_02_a_gap_longer_than_a_wrap_is_unknown_and_not_guessed(tmp_path: Path) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    meter = open_meter(tmp_path)
+    meter.read(0.0)
+    file.write_text("5000000\n")
+    reading = meter.read(3600.0)
+    assert reading.energy_j is None and reading.reason is not None and "wrapped unseen" in reading.reason
+
+
+def test_nonsense_is_unknown(tmp_path: Path) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    meter = open_meter(tmp_path)
+    meter.read(0.0)
+    file.write_text("60293987000\n")
+    assert meter.read(1.0).energy_j is None
+
+
+def test_a_failed_read_is_unknown_and_never_raises(tmp_path: Path) -> None:
+    file = domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    meter = open_meter(tmp_path)
+    meter.read(0.0)
+    file.unlink()
+    assert meter.read(1.0).energy_j is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads files of mode 000")
+def test_pw_01_an_unreadable_domain_is_named_with_its_cure(tmp_path: Path) -> None:
+    domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    domain(tmp_path, "intel-rapl:1", "package-1", 0).chmod(0)
+    assert_partial(tmp_path)
+
+
+def test_pw_01_a_denied_domain_is_named_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    domain(tmp_path, "intel-rapl:0", "package-0", 0)
+    denied = domain(tmp_path, "intel-rapl:1", "package-1", 0)
+    read_text = Path.read_text
+
+    def deny(path: Path, *arguments: object, **options: object) -> str:
+        if path == denied:
+            raise PermissionError(13, "Permission denied")
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", deny)
+    assert_partial(tmp_path)
+    denied = tmp_path / "sys/class/powercap/intel-rapl:0/energy_uj"
+    domain(tmp_path, "intel-rapl:1", "core", 0)
+    found = probe(tmp_path)
+    assert found.meter.name == "none" and "permission denied" in found.reasons[0]
+
+
+def assert_partial(root: Path) -> None:
+    domains, reasons = find_domains(root)
+    assert [each.name for each in domains] == ["package-0"]
+    assert "intel-rapl:1: permission denied" in reasons[0] and "udev" in reasons[0]
+    reading = open_meter(root).read(0.0)
+    assert reading.energy_j == 0.0 and reading.reason is not None and "partial" in reading.reason
+
+
+def test_without_a_meter_energy_is_unknown_with_the_reason(tmp_path: Path) -> None:
+    found = probe(tmp_path)
+    reading = found.meter.read(0.0)
+    assert found.meter.name == "none" and reading.energy_j is None
+    assert reading.reason is not None and "powercap" in reading.reason

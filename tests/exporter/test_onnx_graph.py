@@ -1,0 +1,130 @@
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from exporter.onnx_check import Expected, check_file
+from exporter.onnx_graph import count_macs, export_float, inference_mode
+from exporter.quantize import linear_layers
+from exporter.runtime import open_session, run_tokens
+from exporter.split import split_model
+from tests.exporter import tiny
+from tests.exporter.conftest import Graphs
+
+
+@pytest.mark.parametrize("kind", ["float_model", "int8_model"])
+def test_ex_01_the_batch_size_is_free(graphs: Graphs, kind: str) -> None:
+    model = getattr(graphs, kind)
+    for end in (*model.graph.input, *model.graph.output):
+        assert end.type.tensor_type.shape.dim[0].dim_param
+    session = open_session(model.SerializeToString(), 1)
+    whole = run_tokens(session, graphs.inputs)
+    assert not np.allclose(whole[0], whole[1])  # different pictures, different tokens
+    for size in (1, 3, 5):
+        tokens = run_tokens(session, graphs.inputs[:size])
+        assert tokens.shape == (size, 17, 48)
+        if kind == "float_model":
+            np.testing.assert_allclose(tokens, graphs.tokens[:size], atol=1e-4)
+        else:  # a code at the edge may round either way
+            assert np.abs(tokens - whole[:size]).mean() < 0.01
+
+
+def test_ex_02_a_model_in_training_mode_is_exported_for_inference_and_given_back() -> None:
+    model = tiny.tiny_model(depth=2, proj_drop_rate=0.5, pos_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)
+    frontend, _ = split_model(model, 1)
+    with inference_mode(frontend):
+        expected = frontend(tiny.images(2)).numpy()
+    fused = [each.fused_attn for each in frontend.modules() if hasattr(each, "fused_attn")]
+    model.train()
+    model.blocks[0].mlp.eval()  # one part in another mode than the rest
+    data = export_float(frontend, tiny.SHAPE, 20).SerializeToString()
+    assert frontend.blocks[0].attn.training and not frontend.blocks[0].mlp.training
+    assert [each.fused_attn for each in frontend.modules() if hasattr(each, "fused_attn")] == fused
+    session = open_session(data, 1)
+    first, second = (run_tokens(session, tiny.images(2).numpy()) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, expected, atol=1e-4)
+
+
+def test_modes_come_back_after_an_error_too() -> None:
+    module = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)).train()
+    with pytest.raises(RuntimeError), inference_mode(module):
+        raise RuntimeError
+    assert module.training and module[0].training
+
+
+def test_every_linear_layer_owns_its_weight_and_bias(graphs: Graphs) -> None:
+    arrays = {each.name: numpy_helper.to_array(each) for each in graphs.float_model.graph.initializer}
+    for name, layer in linear_layers(graphs.frontend).items():
+        np.testing.assert_array_equal(arrays[f"{name}.weight"], layer.weight.detach().numpy().T)
+        np.testing.assert_array_equal(arrays[f"{name}.bias"], layer.bias.detach().numpy())
+    users = [name for node in graphs.float_model.graph.node for name in node.input]
+    assert all(
+        users.count(f"{name}.{part}") == 1 for name in linear_layers(graphs.frontend) for part in ("weight", "bias")
+    )
+
+
+def test_equal_layers_do_not_share_storage() -> None:
+    """Fresh models have zero biases everywhere, which the tracer stores once; noise must reach one layer alone."""
+    torch.manual_seed(0)
+    import timm
+
+    model = timm.create_model(tiny.MODEL, **{**tiny.ARGS, "depth": 3})
+    with torch.no_grad():
+        model.blocks[1].load_state_dict(model.blocks[0].state_dict())
+    frontend, _ = split_model(model, 2)
+    graph = export_float(frontend, tiny.SHAPE, 20).graph
+    names = [each.name for each in graph.initializer]
+    assert len(names) == len(set(names))
+    assert {f"{name}.{part}" for name in linear_layers(frontend) for part in ("weight", "bias")} <= set(names)
+
+
+def test_the_file_tells_nothing_of_the_machine_that_made_it(graphs: Graphs) -> None:
+    for model in (graphs.float_model, graphs.int8_model):
+        data = model.SerializeToString()
+        for word in (b"stack_trace", b"/home", b"/tmp", b".py", b"torch", b"timm"):
+            assert word not in data
+        assert (model.producer_name, model.ir_version) == ("cutlayer", 10)
+
+
+def test_nodes_have_unique_names_and_linear_layers_their_own(graphs: Graphs) -> None:
+    for model in (graphs.float_model, graphs.int8_model):
+        names = [node.name for node in model.graph.node]
+        assert len(names) == len(set(names)) and all(names)
+        products = {node.name for node in model.graph.node if node.op_type == "MatMul"}
+        assert set(linear_layers(graphs.frontend)) <= products
+
+
+def test_macs_are_those_of_the_layers(graphs: Graphs) -> None:
+    tokens, patches, d = 17, 16, 48
+    block = tokens * (3 * d * d + d * d + 8 * d * d) + 2 * tokens * tokens * d
+    assert count_macs(graphs.float_model, tokens, graphs.frontend) == patches * 3 * 8 * 8 * d + 2 * block
+
+
+@pytest.mark.slow
+def test_opset_17_is_loadable_by_older_runtimes() -> None:
+    frontend, _ = split_model(tiny.tiny_model(depth=2), 1)
+    model = export_float(frontend, tiny.SHAPE, 17)
+    check_file(model.SerializeToString(), Expected(17, tiny.SHAPE, (17, 48), 2, ()))
+    assert "Gelu" not in {node.op_type for node in model.graph.node}
+    assert run_tokens(open_session(model.SerializeToString(), 1), tiny.images(3).numpy()).shape == (3, 17, 48)
+
+
+def test_large_weights_left_transposed_by_the_tracer_are_folded() -> None:
+    from exporter.onnx_graph import fold_weight_transposes
+
+    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
+    nodes = [
+        onnx.helper.make_node("Transpose", ["w"], ["w_t"], perm=[1, 0]),
+        onnx.helper.make_node("MatMul", ["x", "w_t"], ["y"]),
+    ]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [None, size]) for name, size in (("x", 3), ("y", 2))]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(weight, "w")])
+    )
+    fold_weight_transposes(model)
+    assert [node.op_type for node in model.graph.node] == ["MatMul"]
+    stored = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
+    np.testing.assert_array_equal(stored["w_t"], weight.T)

@@ -1,0 +1,101 @@
+"""A real deployment on loopback for tests: server-run and edge-run as processes, over TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.make_package import DEVICES
+
+BIN = Path(sys.executable).parent
+DEADLINE_S = 120.0
+
+
+@dataclass
+class Deployment:
+    """`package` is what tests.make_package made; `root` is where this test's runs and device states go."""
+
+    package: Path
+    root: Path
+    device_bin: Path = BIN
+    port: int = 0
+
+    def start_server(self, *extra: object, strategy: str = "split_adaptation") -> subprocess.Popen[str]:
+        """A server that is listening; `url` is set. A restarted one takes the port that its devices know."""
+        keys = self.package / "keys"
+        words = [
+            BIN / "server-run", "--strategy", strategy, "--backend", self.package / "front.backend",
+            "--listen", f"localhost:{self.port}", "--roster", keys / "roster", "--runs", self.root / "runs",
+            "--certificate", keys / "server.pem", "--certificate-key", keys / "server.key", "--threads", 1, *extra,
+        ]  # fmt: skip
+        log = (self.root / "server.log").open("a")
+        server = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=log, text=True)
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("listening on "), (self.root / "server.log").read_text()
+        self.port = int(line.rsplit(":", 1)[1])
+        return server
+
+    @contextmanager
+    def server(self, *extra: object, strategy: str = "split_adaptation") -> Iterator[subprocess.Popen[str]]:
+        process = self.start_server(*extra, strategy=strategy)
+        try:
+            yield process
+        finally:
+            stop(process)
+
+    def start_device(self, device: str, *extra: object, data: str = "train") -> subprocess.Popen[str]:
+        keys = self.package / "keys" / "devices" / device
+        words = [
+            self.device_bin / "edge-run", "--engine", self.package / "front", "--data", self.package / device / data,
+            "--server", f"wss://localhost:{self.port}", "--trust", keys / "publisher.pub", "--ca", keys / "ca.pem",
+            "--key", keys / "device.key", "--name", device, "--state", self.root / "state" / device, "--threads", 1,
+            "--site-secret", keys / "site.secret", "--classes", self.package / "classes.txt", "--format", "json", *extra,
+        ]  # fmt: skip
+        log = (self.root / f"{device}.log").open("a")
+        return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def run_devices(self, *extra: object, data: str = "train") -> list[dict[str, Any]]:
+        """Both devices at once, to their end; their reports."""
+        started = [self.start_device(device, *extra, data=data) for device in DEVICES]
+        return [self.report_of(device, process) for device, process in zip(DEVICES, started, strict=True)]
+
+    def report_of(self, device: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, (self.root / f"{device}.log").read_text()
+        report: dict[str, Any] = json.loads(output)
+        return report
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What the newest run has recorded so far; a last line that is still being written is left out."""
+        files = sorted((self.root / "runs").glob("*/metrics.jsonl"), key=os.path.getmtime)
+        lines = files[-1].read_text().splitlines(keepends=True) if files else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def model(self) -> dict[str, bytes]:
+        """The adapted weights, by file name."""
+        return {path.name: path.read_bytes() for path in self.root.glob("runs/*/models/site/*.safetensors")}
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Watch a condition that another process brings about; fails after DEADLINE_S."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.01)
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> int:
+    if process.poll() is None:
+        process.send_signal(number)
+    process.communicate(timeout=DEADLINE_S)
+    return process.returncode

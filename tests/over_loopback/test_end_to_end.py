@@ -1,0 +1,149 @@
+"""The spine as users run it: real package, real commands, TLS, two devices of one site; killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.make_package import DEVICES, MODEL, MODEL_ARGS, PRIVATE_CLASSES
+from tests.over_loopback.deployment import BIN, Deployment, stop, wait_until
+
+pytest.importorskip("torch", reason="the server needs torch")
+
+DEVICE_BINS = [BIN, *(Path(python).parent for python in os.environ.get("CUTLAYER_TEST_DEVICE_PYTHONS", "").split())]
+TOKENS, DIM, PATCHES = 17, 48, 16
+EPOCHS = 30
+
+
+@pytest.fixture
+def deployment(package: Path, tmp_path: Path) -> Deployment:
+    return Deployment(package, tmp_path)
+
+
+def uploaded_samples(root: Path) -> list[tuple[str, int]]:
+    """(device, samples stored) of the newest run."""
+    state = max(root.glob("runs/*/state.sqlite"), key=os.path.getmtime)
+    with sqlite3.connect(f"file:{state}?mode=ro", uri=True) as ledger:
+        return ledger.execute("SELECT device, SUM(rows) FROM uploads GROUP BY device ORDER BY device").fetchall()
+
+
+@pytest.mark.parametrize("device_bin", DEVICE_BINS, ids=lambda path: path.parent.name)
+def test_a_site_adapts_and_predicts(deployment: Deployment, device_bin: Path) -> None:
+    deployment.device_bin = device_bin
+    with deployment.server("--epochs", EPOCHS):
+        uploads = deployment.run_devices()
+        answers = deployment.run_devices("--infer", data="test")
+    for upload in uploads:
+        assert upload["outcome"] == "collected"
+        assert upload["images"] == 4 * len(PRIVATE_CLASSES)
+        assert upload["bytes_per_image"] == TOKENS * DIM + 2 * PATCHES
+        assert upload["int8_layers"] == 8
+    for answer in answers:
+        assert len(answer["predictions"]) == answer["images"] == 5 * len(PRIVATE_CLASSES)
+        assert answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES)
+    assert uploaded_samples(deployment.root) == [(device, 12) for device in DEVICES]
+
+
+@pytest.mark.parametrize("mode", ["logit-gradient", "client-head"])
+def test_labels_can_stay_on_the_device(deployment: Deployment, mode: str) -> None:
+    with deployment.server("--epochs", EPOCHS, "--label-mode", mode):
+        reports = deployment.run_devices("--label-mode", mode)
+        answers = deployment.run_devices("--label-mode", mode, "--infer", data="test")
+    assert [report["outcome"] for report in reports] == ["done", "done"]
+    assert all(answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES) for answer in answers)
+
+
+@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient"])
+def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
+    roots = {name: tmp_path / name for name in ("undisturbed", "killed")}
+    for root in roots.values():
+        root.mkdir()
+    calm, killed = (Deployment(package, root) for root in roots.values())
+    options = ("--epochs", EPOCHS, "--label-mode", mode)
+    with calm.server(*options, "--exit-when-done") as server:
+        copy_secrets(calm.root, killed.root, calm.run_devices("--label-mode", mode))
+        assert server.wait(timeout=120) == 0
+
+    server = killed.start_server(*options, "--exit-when-done")
+    first, second = (killed.start_device(device, "--label-mode", mode) for device in DEVICES)
+    spool = killed.root / "state" / DEVICES[0] / "spool"
+    wait_until(lambda: any(spool.rglob("*.segment")), "the first device's outbox")
+    stop(first, signal.SIGKILL)
+    first = killed.start_device(DEVICES[0], "--label-mode", mode)
+    wait_until(lambda: any(line.get("epoch", 0) >= 5 for line in killed.metrics()), "epoch 5")
+    stop(server, signal.SIGKILL)
+    server = killed.start_server(*options, "--exit-when-done")
+    for device, process in zip(DEVICES, (first, second), strict=True):
+        killed.report_of(device, process)
+    assert server.wait(timeout=120) == 0
+
+    assert uploaded_samples(killed.root) == uploaded_samples(calm.root) == [(device, 12) for device in DEVICES]
+    assert killed.model() == calm.model() != {}
+
+
+def copy_secrets(source: Path, target: Path, _reports: list) -> None:
+    """Noise is keyed by each device's own secret: equal runs need equal secrets."""
+    for device in DEVICES:
+        identity = target / "state" / device / "identity"
+        identity.mkdir(parents=True, mode=0o700)
+        secret = identity / "device_secret"
+        secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
+        secret.chmod(0o600)
+
+
+def test_the_commands_work_as_typed_in_a_configured_folder(deployment: Deployment) -> None:
+    keys, here = deployment.package / "keys", deployment.root
+    arguments = "\n".join(each.replace(" = ", "=", 1) for each in MODEL_ARGS)
+    (here / "cutlayer.toml").write_text(
+        f"""
+[export]
+model = "{MODEL}"
+calibration = "{deployment.package}/public"
+signing_key = "{keys}/publisher.key"
+output = "front"
+tune = "none"
+[export.model_args]
+{arguments}
+[server]
+strategy = "split_adaptation"
+backend = "front.backend"
+listen = "localhost:0"
+roster = "{keys}/roster"
+certificate = "{keys}/server.pem"
+certificate_key = "{keys}/server.key"
+[device]
+data = "{deployment.package}/{DEVICES[0]}/train"
+trust = "{keys}/publisher.pub"
+ca = "{keys}/ca.pem"
+key = "{keys}/devices/{DEVICES[0]}/device.key"
+name = "{DEVICES[0]}"
+state = "state"
+site_secret = "{keys}/sites/site.secret"
+"""
+    )
+    export = subprocess.run(
+        [BIN / "export-frontend", "--split", "2", "--int8"], cwd=here, capture_output=True, text=True
+    )
+    assert export.returncode == 0, export.stderr
+    server = subprocess.Popen(
+        [BIN / "server-run"], cwd=here, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        run = subprocess.run(
+            [BIN / "edge-run", "--engine", "front.plan"],
+            cwd=here,
+            env={**os.environ, "CUTLAYER_DEVICE_SERVER": url},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        stop(server)
+    assert run.returncode == 0, run.stderr
+    assert "tensorrt" in run.stderr.lower()  # says that another engine runs, and why
