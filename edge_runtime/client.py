@@ -183,7 +183,6 @@ class Client:
 
     async def _write(self, socket: ClientConnection, stop: asyncio.Event) -> None:
         """Flush whenever something changed, and at least every tick, until the run is over or stopped."""
-        waiting_since_s = time.monotonic()
         while True:
             self._wake.clear()
             if self._delivery.failure is not None:
@@ -192,9 +191,8 @@ class Client:
                 self._conduct.work_done(self._delivery.answered.get())
             self._on_tick()
             now_s = time.monotonic()
-            waiting_since_s = now_s if self._delivery.busy else waiting_since_s
             try:
-                self._conduct.tick(now_s, self._delivery.busy, now_s - waiting_since_s)
+                self._conduct.tick(now_s, self._delivery.status(now_s))
             except ProtocolError as error:
                 raise PeerLost(error.cause) from error
             await self._flush(socket)

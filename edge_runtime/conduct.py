@@ -180,12 +180,12 @@ class Conduct:
             self._sent = seq
         return session.frames_to_send()
 
-    def tick(self, now_s: float, busy: bool, since_s: float) -> None:
-        """Let time pass: heartbeats go out, a silent peer is noticed.
+    def tick(self, now_s: float, status: Heartbeat) -> None:
+        """Let time pass: heartbeats go out and say `status`, a silent peer is noticed.
 
         Raises: ProtocolError when the server is silent for too long.
         """
-        self._session.status = Heartbeat(self._sent, busy, "" if busy else "an ask", since_s)
+        self._session.status = status
         self._session.tick(now_s)
         self._finish_when_answered()
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from contract.codec import encode
 from contract.errors import DataError
-from contract.messages import Ask, Features, Welcome
+from contract.messages import Ask, Features, Heartbeat, Welcome
 from edge_runtime.conduct import Order
 from edge_runtime.spool import Spool
 from edge_runtime.unanswered import Unanswered
@@ -85,9 +85,17 @@ class Delivery:
         self.on_change: Callable[[], object] = lambda: None  # called from the worker's thread after each frame
         self.answered: queue.SimpleQueue[str] = queue.SimpleQueue()  # asks whose whole answer is in the spool
         self._worker, self._spool, self._new_draw, self._window, self._stop = worker, spool, new_draw, window, stop
+        self._idle_since_s: float | None = None
         self._upload: tuple[int, int] | None = None  # number of its first frame, images per frame
         self._orders: queue.SimpleQueue[tuple[Order, Welcome] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+
+    def status(self, now_s: float) -> Heartbeat:
+        """What heartbeats say: the step moves with every image, so that slow work is told from none."""
+        if self.busy or self._idle_since_s is None:
+            self._idle_since_s = now_s
+        waiting_for = "" if self.busy else "an ask" if self._window is None else "scores"
+        return Heartbeat(self._worker.counters.steps, self.busy, waiting_for, max(0.0, now_s - self._idle_since_s))
 
     def images_acknowledged(self) -> int | None:
         """How many images of the upload in hand the server has; None while there is none."""

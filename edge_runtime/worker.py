@@ -68,8 +68,9 @@ class Upload:
 
 @dataclass
 class Counters:
-    """What went out of the worker so far; payload is the arrays of the feature messages."""
+    """What was done so far: steps of any kind, and what went out; payload is the arrays of the feature messages."""
 
+    steps: int = 0
     images: int = 0
     payload_bytes: int = 0
     codes: int = 0
@@ -197,6 +198,7 @@ class Worker:
 
     def _count(self, message: Features, saturated: int) -> None:
         arrays = (message.sample_ids, message.codes, message.sources, message.labels)
+        self.counters.steps += 1
         self.counters.images += len(message.codes)
         self.counters.payload_bytes += sum(array.nbytes for array in arrays if array is not None)
         self.counters.codes += message.codes.size
@@ -204,6 +206,7 @@ class Worker:
 
     def _ticking(self, bar: Progress[None]) -> Callable[[int], None]:
         def tick(step: int) -> None:
+            self.counters.steps += step
             bar.update(step)
             self._stages.sample()
             self._around.check_stop()

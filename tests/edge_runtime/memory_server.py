@@ -99,7 +99,7 @@ def exchange(
             raise delivery.failure
         while not delivery.answered.empty():
             conduct.work_done(delivery.answered.get())
-        conduct.tick(0.0, delivery.busy, 0.0)
+        conduct.tick(0.0, delivery.status(0.0))
         moved = False
         for frame in conduct.frames_to_send():
             moved = True

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.console import run_command
-from contract.messages import Message, Refuse, Welcome
+from contract.messages import Heartbeat, Message, Refuse, Welcome
 from contract.signature import load_public
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.config import FIELDS, DeviceConfig
@@ -235,17 +235,19 @@ def test_heartbeats_go_on_while_the_worker_computes(
     package = write_package(tmp_path / "slow", delay_s=0.1)
     config = write_device(tmp_path, package, images, plain.url)
     plain.memory = memory_server(tmp_path, package, heartbeat_s=0.1)
-    beats: list[bool] = []
+    beats: list[Heartbeat] = []
 
     def listen(server: MemoryServer, message: Message) -> None:
-        if message.TYPE == "heartbeat":
-            beats.append(message.busy)  # type: ignore[union-attr]
+        if isinstance(message, Heartbeat):
+            beats.append(message)
         server.say_bye_when_complete(message)
 
     plain.memory.on_message = listen
     done = run(config)
     assert done.code == 0 and plain.connections == 1, done.stderr
-    assert sum(beats) >= 5
+    assert sum(beat.busy for beat in beats) >= 5
+    steps = [beat.step for beat in beats]
+    assert steps == sorted(steps) and len(set(steps)) >= 5  # slow work is told from none
 
 
 class Edge:
