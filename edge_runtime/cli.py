@@ -10,7 +10,6 @@ import asyncio
 import io
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,6 +18,7 @@ from contract.console import ArgumentParser, print_document, run_command, say
 from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_durably
+from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
@@ -90,7 +90,7 @@ def print_report(report: Report, form: str, output: Path | None) -> None:
 def main() -> int:
     """Entry point of edge-run."""
     code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
-    if any(thread.name == "edge-worker" for thread in threading.enumerate()):
+    if workers_left():
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code

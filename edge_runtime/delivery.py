@@ -16,11 +16,11 @@ from contract.errors import DataError
 from contract.messages import Ask, Features, Heartbeat, Welcome
 from edge_runtime.conduct import Order
 from edge_runtime.spool import Spool
+from edge_runtime.threads import start_worker
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.worker import Upload, Worker
 
 ROOM_POLL_S = 0.5
-THREAD_NAME = "edge-worker"
 
 
 class Stopped(Exception):
@@ -32,6 +32,7 @@ class UploadNote:
     """What the spool remembers of the upload whose frames it holds: batch i has the number first_seq + i."""
 
     ask: str
+    kappa: float
     first_seq: int
     fingerprint: str
     fresh: str | None
@@ -46,7 +47,7 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
     note = read_note(spool)
     if note is None or note.ask != ask.ask:
         upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), welcome.frame_bytes, fresh=new_draw())
-        note = UploadNote(ask.ask, spool.next_seq, worker.fingerprint(upload), upload.fresh)
+        note = UploadNote(ask.ask, upload.kappa, spool.next_seq, worker.fingerprint(upload), upload.fresh)
         spool.annotate(json.dumps(asdict(note)))
         return upload
     done = max(0, spool.next_seq - note.first_seq)
@@ -61,6 +62,17 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
     ):  # a damaged spool lost frames in front of this upload: its numbers begin earlier
         spool.annotate(json.dumps(asdict(note) | {"first_seq": spool.next_seq}))
     return upload
+
+
+def is_outdated(welcome: Welcome, worker: Worker, spool: Spool) -> bool:
+    """Whether the images or settings are others than those of the upload that the server took."""
+    note = read_note(spool)
+    if note is None:
+        return False
+    return (
+        worker.fingerprint(Upload(note.ask, "train", note.kappa, welcome.frame_bytes, 0, note.fresh))
+        != note.fingerprint
+    )
 
 
 def read_note(spool: Spool) -> UploadNote | None:
@@ -88,7 +100,7 @@ class Delivery:
         self._idle_since_s: float | None = None
         self._upload: tuple[int, int] | None = None  # number of its first frame, images per frame
         self._orders: queue.SimpleQueue[tuple[Order, Welcome] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=THREAD_NAME, daemon=True).start()
+        start_worker(self._run)
 
     def status(self, now_s: float) -> Heartbeat:
         """What heartbeats say: the step moves with every image, so that slow work is told from none."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Literal
 
@@ -63,9 +63,7 @@ class Equipment:
     choice: PackageChoice
     installed: Installed
     identity: Identity
-    terms: Terms
-    dataset: Dataset
-    wire_labels: NDArray[np.int64]
+    bench: Bench
     codes_changed: float
     worker: Worker
     keeper: LabelKeeper
@@ -74,13 +72,28 @@ class Equipment:
     @property
     def engine(self) -> Engine:
         """The engine that runs the frontend."""
-        return self.worker.engine
+        return self.bench.frontend.engine
+
+    @property
+    def terms(self) -> Terms:
+        """What this device agrees to."""
+        return self.bench.terms
+
+    @property
+    def dataset(self) -> Dataset:
+        """The device's images."""
+        return self.bench.dataset
+
+    @property
+    def wire_labels(self) -> NDArray[np.int64]:
+        """What each class is called on the wire."""
+        return self.bench.wire_labels
 
     @property
     def clock_floor(self) -> datetime:
         """A time that has passed for certain: this build, and the signing of the package."""
-        created = datetime.fromisoformat(self.installed.manifest.created.replace("Z", "+00:00"))
-        return max(BUILT, created)
+        created = datetime.strptime(self.installed.manifest.created[:19], "%Y-%m-%dT%H:%M:%S")
+        return max(BUILT, created.replace(tzinfo=timezone.utc) - timedelta(days=1))  # a day covers any time zone
 
     def remember_site(self) -> None:
         """Keep the class list for later predictions."""
@@ -129,10 +142,6 @@ def equip_state(
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash)
     engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
     check_stop(stop)
-    wire_labels = number_classes(terms, site_secret, installed.digest)
-    stages = Stages(probe().meter, time.monotonic)
-    labels = {sample.sample_id: sample.label for sample in dataset.samples}
-    keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
     bench = Bench(
         Frontend(engine, installed.manifest.image, installed.cut.tokens),
         installed.cut,
@@ -140,28 +149,16 @@ def equip_state(
         terms,
         secret,
         installed.digest,
-        wire_labels,
+        number_classes(terms, site_secret, installed.digest),
         config.max_releases,
         state.features,
     )
-    worker = Worker(
-        bench, ReleaseLedger(state.ledger, say), keeper, stages, Surroundings(open_bar, lambda: check_stop(stop))
-    )
-    return Equipment(
-        config,
-        purpose,
-        state,
-        choice,
-        installed,
-        identity,
-        terms,
-        dataset,
-        wire_labels,
-        codes_changed,
-        worker,
-        keeper,
-        stages,
-    )
+    labels = {sample.sample_id: sample.label for sample in dataset.samples}
+    keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
+    stages = Stages(probe().meter, time.monotonic)
+    around = Surroundings(open_bar, lambda: check_stop(stop))
+    worker = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around)
+    return Equipment(config, purpose, state, choice, installed, identity, bench, codes_changed, worker, keeper, stages)
 
 
 def open_bar(total: int, description: str, unit: str) -> Progress[None]:

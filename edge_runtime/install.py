@@ -50,7 +50,7 @@ class Installed:
     folder: Path
     manifest: Manifest
     digest: bytes
-    golden_snr_db: float
+    golden_snr_db: float | None  # None: equal to the last bit
 
     @property
     def cut(self) -> Cut:
@@ -98,7 +98,7 @@ def install(
         point_current(packages, folder.name)
     except OSError as error:
         raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
-    return Installed(folder, manifest, package_digest, snr_db)
+    return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db)
 
 
 def read_limited(path: Path, limit_bytes: int) -> bytes:

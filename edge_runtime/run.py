@@ -6,32 +6,31 @@ Signals: the first stops the run within seconds and it ends well; the second end
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import TypeVar
+from dataclasses import asdict
 
 from contract.console import Progress, progress
 from contract.errors import ConfigError
 from edge_runtime.client import Client, Endpoint
 from edge_runtime.conduct import Conduct, Outcome
 from edge_runtime.config import DeviceConfig
-from edge_runtime.delivery import THREAD_NAME, Delivery, Stopped
+from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
 from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
 from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.spool import Spool
+from edge_runtime.stages import StageCost
+from edge_runtime.threads import in_worker
 from edge_runtime.unanswered import Unanswered
 
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
-
-Result = TypeVar("Result")
 
 
 class StopSignals:
@@ -52,36 +51,13 @@ class StopSignals:
         self.thread_asked.set()
 
 
-def on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Run a function on a thread that cannot keep the program from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: Exception | None) -> None:
-        if not future.done():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        try:
-            outcome: tuple[Result | None, Exception | None] = (function(), None)
-        except Exception as error:
-            outcome = (None, error)
-        loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, name=THREAD_NAME, daemon=True).start()
-    return future
-
-
 async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Callable[[str], None]) -> Report | None:
     """Run until the server needs this device no longer or a signal stops it; None when stopped before it was ready.
 
     Raises: CutlayerError of whatever failed.
     """
     signals = StopSignals(say)
-    ready = on_thread(lambda: equip(config, purpose, signals.thread_asked, say))
+    ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())
     await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
@@ -101,42 +77,43 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
 
 async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None]) -> Report:
     """The conversation with the server, and the report of it."""
+    config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
     conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window)
-    config = equipment.config
-    delivery = Delivery(
-        equipment.worker,
-        spool,
-        lambda: secrets.token_hex(8) if config.noise == "fresh" else None,
-        window,
-        signals.thread_asked,
-    )
-    endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
-    with ExitStack() as stack:
-        bar = UploadBar(delivery, len(equipment.dataset.samples), stack)
+    delivery = Delivery(equipment.worker, spool, draws_of(config), window, signals.thread_asked)
+    with UploadBar(delivery, len(equipment.dataset.samples)) as bar:
 
         def on_tick() -> None:
-            equipment.stages.sample()
-            bar.draw()
+            stages.sample()
+            if bar.draw():
+                stages.end("upload")
 
+        endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
         client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick)
         try:
             outcome = await client.run(signals.asked, once)
         finally:
             delivery.close()
-        bar.draw()
+        on_tick()
     for stage in ("upload", "predict"):
-        equipment.stages.end(stage)
+        stages.end(stage)
+    await settle_worker(delivery)
     predictions = None
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
+        if conduct.welcome is not None and is_outdated(conduct.welcome, equipment.worker, spool):
+            say("images or settings changed since their upload: the changes are not part of the server's run")
     if outcome.reason != "stopped" and window is not None:
         predictions = name_classes(equipment, conduct, window)
     elif outcome.reason != "stopped":
         equipment.remember_site()
-    await settle_worker(delivery)
     return make_report(equipment, conduct, client, outcome, predictions)
+
+
+def draws_of(config: DeviceConfig) -> Callable[[], str | None]:
+    """Names a new upload's draw of noise: none for keyed noise, a name of its own for fresh noise."""
+    return lambda: secrets.token_hex(8) if config.noise == "fresh" else None
 
 
 async def settle_worker(delivery: Delivery) -> None:
@@ -152,22 +129,32 @@ async def poll(condition: Callable[[], bool]) -> None:
 
 
 class UploadBar:
-    """Draws how many images the server has acknowledged, from the first one on."""
+    """Draws how many images the server has acknowledged, from the first one to the last."""
 
-    def __init__(self, delivery: Delivery, total: int, stack: ExitStack) -> None:
-        self._delivery, self._total, self._stack = delivery, total, stack
-        self._bar: Progress[None] | None = None
+    def __init__(self, delivery: Delivery, total: int) -> None:
+        self._delivery, self._total = delivery, total
+        self._bar = ExitStack()
+        self._open: Progress[None] | None = None
         self._drawn = 0
 
-    def draw(self) -> None:
-        """Catch up with what was acknowledged."""
-        done = self._delivery.images_acknowledged()
-        if not done:
-            return
-        if self._bar is None:
-            self._bar = self._stack.enter_context(progress(total=self._total, description="upload", unit="images"))
-        self._bar.update(done - self._drawn)
-        self._drawn = done
+    def __enter__(self) -> UploadBar:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.close()
+
+    def draw(self) -> bool:
+        """Catch up with what was acknowledged; True once that is everything."""
+        done = self._delivery.images_acknowledged() or 0
+        if done > self._drawn:
+            if self._open is None:
+                bar: Progress[None] = progress(total=self._total, description="upload", unit="images")
+                self._open = self._bar.enter_context(bar)
+            self._open.update(done - self._drawn)
+            self._drawn = done
+        if done == self._total:
+            self._bar.close()
+        return done == self._total
 
 
 def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> list[Prediction]:
@@ -188,17 +175,16 @@ def make_report(
 ) -> Report:
     """Everything that is known at the end."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
-    energies = [cost.energy_j for cost in costs.values()]
-    known = [energy_j for energy_j in energies if energy_j is not None]
     dataset, welcome = equipment.dataset, conduct.welcome
+    energy_j, reason = total_energy(costs, equipment.stages.energy_reason())
     return Report(
         outcome=outcome.reason,
         run=welcome.run if welcome else None,
         images=len(dataset.samples),
         classes=len(dataset.classes),
         class_counts=dataset.class_counts(),
-        skipped=tuple({"file": entry.file, "reason": entry.reason} for entry in dataset.skipped),
-        duplicates=tuple({"file": entry.file, "same_as": entry.same_as} for entry in dataset.duplicates),
+        skipped=tuple(asdict(entry) for entry in dataset.skipped),
+        duplicates=tuple(asdict(entry) for entry in dataset.duplicates),
         ignored=dataset.ignored,
         bytes_sent_payload=counters.payload_bytes,
         bytes_per_image=counters.payload_bytes / counters.images if counters.images else None,
@@ -207,14 +193,14 @@ def make_report(
         saturated=counters.saturated / counters.codes if counters.codes else None,
         stages_s={name: cost.seconds for name, cost in costs.items()},
         stages_energy_j={name: cost.energy_j for name, cost in costs.items()},
-        energy_j=sum(known) if known and len(known) == len(energies) else None,
-        energy_reason=equipment.stages.energy_reason() or (None if known else "no stage was run"),
+        energy_j=energy_j,
+        energy_reason=reason,
         engine=f"{equipment.engine.name} {equipment.engine.version}",
         engine_fallback=equipment.choice.fallback_reason,
         threads=equipment.engine.threads,
         int8_layers=equipment.engine.int8_layers,
         linear_layers=len(equipment.installed.cut.weights) + len(manifest.quantization.float_weights),
-        golden_snr_db=equipment.installed.golden_snr_db if math.isfinite(equipment.installed.golden_snr_db) else None,
+        golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,
         kappa=welcome.kappa if welcome else None,
         alpha=equipment.terms.alpha,
@@ -226,3 +212,11 @@ def make_report(
         predictions=None if predictions is None else tuple(predictions),
         accuracy=None if predictions is None else accuracy(predictions, dataset),
     )
+
+
+def total_energy(costs: Mapping[str, StageCost], reason: str | None) -> tuple[float | None, str | None]:
+    """Joules of all stages together, or None with the reason; a sum of which a part is missing is no sum."""
+    known = [cost.energy_j for cost in costs.values() if cost.energy_j is not None]
+    if costs and len(known) == len(costs):
+        return sum(known), reason
+    return None, reason or ("no stage was run" if not costs else "a stage could not be measured")

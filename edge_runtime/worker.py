@@ -19,7 +19,6 @@ from contract.console import Progress
 from contract.manifest import Cut
 from contract.messages import Ask, Features, Message
 from edge_runtime.data import Dataset, Sample
-from edge_runtime.engines import Engine
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
 from edge_runtime.release_ledger import Release, ReleaseLedger
@@ -87,11 +86,6 @@ class Worker:
         self._bench, self._ledger, self._keeper, self._stages, self._around = bench, ledger, keeper, stages, around
 
     @property
-    def engine(self) -> Engine:
-        """The engine that runs the frontend."""
-        return self._bench.frontend.engine
-
-    @property
     def samples(self) -> Sequence[Sample]:
         """The samples in upload order."""
         return self._bench.dataset.samples
@@ -103,10 +97,10 @@ class Worker:
         """
         if ask.kind == "collect_features":
             yield from self.collect(upload)
-        elif ask.kind == "score_batch":
-            yield self._keeper.score(ask)
-        else:
-            yield self._keeper.step_head(ask, run)
+            return
+        with self._stages.measure("train"):
+            reply = self._keeper.score(ask) if ask.kind == "score_batch" else self._keeper.step_head(ask, run)
+        yield reply
 
     def batch_size(self, upload: Upload) -> int:
         """Samples per message."""

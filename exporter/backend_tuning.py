@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +47,8 @@ class Bench:
     threads: int
     scratch: Path
     device: str
-    tuning: TuneSettings = field(default_factory=TuneSettings)
-    few_shot: FewShotSettings = field(default_factory=FewShotSettings)
+    tuning: TuneSettings
+    few_shot: FewShotSettings
 
 
 @dataclass(frozen=True)

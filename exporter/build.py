@@ -23,6 +23,7 @@ from contract.manifest import digest, to_bytes
 from contract.signature import PrivateKey, key_id, sign
 from exporter.backend_tuning import Bench, PreparedBackend, prepare_tuned, prepare_untuned
 from exporter.checkpoint import create_model, image_rule, own_head
+from exporter.few_shot import FewShotSettings
 from exporter.frontend_file import Halves, make_frontend_file
 from exporter.models import family_of
 from exporter.package import (
@@ -40,6 +41,7 @@ from exporter.plan import ExportPlan, Limits
 from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
 from exporter.split import check_cut, default_cut, split_model
+from exporter.tune import TuneSettings
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Report:
     figures: dict[str, object]
 
 
-def export(plan: ExportPlan, surroundings: Surroundings, limits: Limits) -> Report:
+def export(
+    plan: ExportPlan, surroundings: Surroundings, limits: Limits, tuning: TuneSettings, few_shot: FewShotSettings
+) -> Report:
     """Make, check and publish the package and its backend.
 
     Raises UsageError, DataError, ExportError and GateError; then nothing is left at the target but what was there.
@@ -94,8 +98,9 @@ def export(plan: ExportPlan, surroundings: Surroundings, limits: Limits) -> Repo
         frontend_s = time.monotonic() - started_s
         del model, frontend, halves  # the frontend's weights are in the file now
         bench = Bench(
-            plan, file, facts, public, parts, limits, surroundings.threads, staged.scratch, surroundings.device
-        )
+            plan, file, facts, public, parts, limits, surroundings.threads, staged.scratch, surroundings.device,
+            tuning, few_shot,
+        )  # fmt: skip
         prepared = _prepare(bench, backend, head, rng)
         figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench)})

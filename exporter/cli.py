@@ -39,7 +39,7 @@ FIELDS = (
     Field("name", str, None, "name of the package; default: model and split"),
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
     Field("seed", int, 0, "seed of everything random"),
-    Field("limit_tuning", int, 4000, "most images that the backend is tuned on"),
+    Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
 )
 _MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
@@ -126,6 +126,8 @@ def _export(plan: ExportPlan):
     import torch
 
     from exporter.build import Surroundings, export
+    from exporter.few_shot import FewShotSettings
+    from exporter.tune import TuneSettings
 
     surroundings = Surroundings(
         signer=_signer(plan),
@@ -133,7 +135,7 @@ def _export(plan: ExportPlan):
         threads=len(os.sched_getaffinity(0)),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    return export(plan, surroundings, Limits())
+    return export(plan, surroundings, Limits(), TuneSettings(), FewShotSettings())
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:

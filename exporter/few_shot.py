@@ -29,12 +29,12 @@ class FewShotSettings:
 
     backend_lrs: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     head_lrs: tuple[float, ...] = (1e-3, 3e-3)
-    episodes: int = 3
+    episodes: int = 2
     ways: int = 5
     shots: int = 5
     queries: int = 20
-    epochs: int = 40
-    batch: int = 8  # as many steps as a site's adaptation has, about 200
+    epochs: int = 25
+    batch: int = 8  # small, so that a task has about as many steps as a small site: 100
     least_classes: int = 4
 
 

@@ -18,9 +18,10 @@ from onnx import ModelProto
 from torch import nn
 
 from contract.console import progress, say
+from contract.errors import ExportError
 from contract.manifest import WeightRecord
 from exporter.models import Facts, FoldSites
-from exporter.onnx_check import Expected, check_file
+from exporter.onnx_check import SIZE_LIMIT_BYTES, Expected, check_file
 from exporter.onnx_graph import count_macs, export_float, inference_mode
 from exporter.onnx_offsets import weight_records
 from exporter.onnx_qdq import int8_share, quantize_graph
@@ -199,4 +200,10 @@ def _shift_array(sites: FoldSites, layer: str) -> str | None:
 
 
 def _serialized(model: ModelProto) -> bytes:
+    """Raises ExportError for a frontend that one protobuf message cannot hold in float32."""
+    if model.ByteSize() > SIZE_LIMIT_BYTES:
+        raise ExportError(
+            f"a frontend may have at most {SIZE_LIMIT_BYTES} bytes as float32, found {model.ByteSize()}",
+            "choose a smaller --split or a smaller model",
+        )
     return model.SerializeToString(deterministic=True)

@@ -147,7 +147,10 @@ def write_document(path: Path, document: Mapping[str, object]) -> None:
 
 def write_table(path: Path, table: Mapping[str, object]) -> None:
     """A flat TOML table of strings, numbers and lists of strings."""
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
+    # TOML knows JSON's strings, but neither surrogate pairs nor a bare DEL.
+    lines = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f") for key, value in table.items()
+    ]
     write_file(path, ("\n".join(lines) + "\n").encode())
 
 

@@ -93,7 +93,7 @@ def tune(
                 loss = cross_entropy(model(inputs), torch.from_numpy(target[batch]).to(device))
                 if not torch.isfinite(loss):
                     raise TrainingError(
-                        f"the tuning loss should be finite, found {float(loss)}",
+                        f"the tuning loss should be finite, found {loss.item()}",
                         "check the weights, or use --tune none",
                     )
                 optimiser.zero_grad(set_to_none=True)

@@ -89,8 +89,10 @@ def choose_device(threads: int) -> torch.device:
     """Fix what could change a result: threads and, on the CPU, deterministic kernels. A GPU is used where one is."""
     torch.set_num_threads(threads)
     on_gpu = torch.cuda.is_available()
-    # On a GPU attention's fast backward kernels have no deterministic twin: bit equality is promised on the CPU only.
-    torch.use_deterministic_algorithms(True, warn_only=on_gpu)
+    # On a GPU attention's fast backward kernels have no deterministic twin: bit equality is promised on the CPU only,
+    # and TF32, three times as fast there, costs nothing more.
+    torch.use_deterministic_algorithms(not on_gpu)
+    torch.set_float32_matmul_precision("high" if on_gpu else "highest")
     # Filling new buffers first costs 3 % of a step; every one is written here before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cuda" if on_gpu else "cpu")
@@ -116,11 +118,16 @@ class Backend:
     @torch.no_grad()
     def tokens(self, codes: np.ndarray) -> torch.Tensor:
         """Wire codes (B,T,d) i8 -> filtered tokens (B,T,d) f32 on the device's dtype and place."""
-        z = torch.from_numpy(codes).to(self.device).to(torch.float32)  # (B,T,d)
+        z = self.place(codes).to(torch.float32)  # (B,T,d)
         parts = []
         for row, part in enumerate((z[:, : self.front.prefix], z[:, self.front.prefix :])):
             parts.append(functional.linear(part * self._steps[row], self._matrices[row], self._offsets[row]))
         return torch.cat(parts, dim=1)
+
+    def place(self, array: np.ndarray) -> torch.Tensor:
+        """An array on the device; from pinned memory, so that the next batch is made while a GPU works on this one."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """Filtered tokens (B,T,d) -> features (B,f)."""

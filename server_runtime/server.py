@@ -120,8 +120,10 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             socket_server = await stack.enter_async_context(await self._listen(context, binding))
             self._child = await TorchChild.start(self._job.start, self._job.threads)
-            tasks = [asyncio.create_task(task) for task in (self._listen_to_child(), self._tick())]
-            stack.callback(lambda: [task.cancel() for task in tasks])
+            for endless in (self._listen_to_child(), self._tick()):
+                task = asyncio.create_task(endless)
+                task.add_done_callback(self._give_up_if_failed)
+                stack.callback(task.cancel)
             stack.push_async_callback(self._child.stop)  # before its pipe is left unread
             await self._first_of(self._ready, self._stop)
             if self._ready.is_set():
@@ -198,6 +200,11 @@ class Server:
             self._open.discard(connection)
             await self._leave(connection)
 
+    def _give_up_if_failed(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._give_up(error)
+
     def _give_up(self, error: BaseException) -> None:
         self._fault = self._fault or error
         self._stop.set()
@@ -269,13 +276,9 @@ class Server:
 
     async def _listen_to_child(self) -> None:
         assert self._child is not None
-        try:
-            async for frame in self._child.frames():
-                self._follow(frame)
-        except BaseException as error:
-            if not isinstance(error, asyncio.CancelledError):
-                self._give_up(error)
-            raise
+        async for frame in self._child.frames():
+            self._follow(frame)
+        self._stop.set()
 
     def _follow(self, frame: PipeFrame) -> None:
         if frame.kind == pipe.READY:

@@ -46,6 +46,7 @@ class TorchChild:
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "server_runtime.training",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads),
+            start_new_session=True,  # a terminal's Ctrl-C is the socket process's to pass on
         )  # fmt: skip
         child = cls(running)
         await child.send(start)
@@ -72,7 +73,7 @@ class TorchChild:
                     raise _told_error(frame)
                 yield frame
         code = await self._running.wait()
-        if not self._stopping:
+        if not self._stopping and code != -signal.SIGTERM:  # a service manager sends it to both
             raise TrainingError(
                 f"the training process ended {_how(code)}",
                 "start server-run again: it goes on from the last checkpoint; "

@@ -37,7 +37,7 @@ from tools import demo_data, demo_model
 
 DIGITS_MODEL = "vit_tiny_patch16_224"
 DIGITS_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 6, "num_heads": 2}
-PRETRAIN_STEPS = 900  # about a minute on two cores
+PRETRAIN_STEPS = 700  # about a minute on two cores
 PRETRAIN_LIMIT_S = 120.0
 DEFAULT_KAPPA = 0.25
 STRONG_KAPPA = 1.0

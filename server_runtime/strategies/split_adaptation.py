@@ -113,7 +113,7 @@ class SplitAdaptation:
         features = self._theta_b.features(x)  # (B,f)
         values = features if self._g is None else self._g(features)  # (B,f) or logits (B,C)
         if self._settings.label_mode == "permuted-label":
-            y = torch.from_numpy(labels_of(uploads, rows)).to(values.device)  # (B,), under the site's permutation
+            y = self._theta_b.place(labels_of(uploads, rows))  # (B,), under the site's permutation
             loss = functional.cross_entropy(values, y)
             torch.autograd.backward(loss)
             tally.add(loss.detach(), (values.detach().argmax(dim=1) == y).float().mean(), len(rows))

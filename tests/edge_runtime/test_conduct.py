@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from contract.canonical import to_json
-from contract.errors import AuthError, RefusedError
+from contract.errors import AuthError, DataError, RefusedError
 from contract.keyed_noise import class_list_hash, permutation
-from contract.messages import Ask, Bye, Features, Message, Refuse, Welcome
+from contract.messages import Ask, Bye, Features, Message, Refuse, Scores, Welcome
 from contract.signature import load_public
 from contract.tokens import augment, dequantize, wire_steps
 from edge_runtime import pipeline
 from edge_runtime.conduct import Conduct
 from edge_runtime.config import DeviceConfig
-from edge_runtime.delivery import Delivery, Stopped
+from edge_runtime.delivery import Delivery, is_outdated, read_note
 from edge_runtime.equip import Equipment, equip
 from edge_runtime.predictions import accuracy, predict
+from edge_runtime.run import draws_of
 from edge_runtime.spool import Spool
 from edge_runtime.unanswered import Unanswered
 from tests.edge_runtime.fake_package import LAYOUT, Package, write_device, write_images, write_package
@@ -57,7 +59,7 @@ class Line:
         self.spool = Spool(self.equipment.state.spool / purpose, self.said.append)
         self.window = Unanswered("infer-1", self.spool) if purpose == "infer" else None
         self.conduct = Conduct(self.equipment.identity, terms, self.equipment.purpose, self.spool, self.window)
-        self.delivery = Delivery(self.equipment.worker, self.spool, lambda: None, self.window, self.stop)
+        self.delivery = Delivery(self.equipment.worker, self.spool, draws_of(config), self.window, self.stop)
 
     def run(self, until: object = None) -> None:
         connect(self.conduct, self.server)
@@ -208,8 +210,6 @@ def test_a_restarted_device_goes_on_behind_what_its_spool_holds(tmp_path: Path, 
 
 @pytest.mark.usefixtures("small_batches")
 def test_a_changed_folder_in_the_middle_of_an_upload_is_said(tmp_path: Path, package: Package) -> None:
-    from contract.errors import DataError
-
     images = write_images(tmp_path / "many", {"a": 30, "b": 30})
     config = write_device(tmp_path, package, images)
     first = collecting(Line(tmp_path, config, package, credit=1))
@@ -341,8 +341,6 @@ def test_predictions_are_named_on_the_device(tmp_path: Path, package: Package, i
         if isinstance(message, Features):
             right = [table[truth[row.tobytes()]] for row in message.sample_ids]
             values = 5.0 * np.eye(3, dtype=np.float32)[right]
-            from contract.messages import Scores
-
             server.session.send(Scores(message.ask, message.batch, values))
 
     line.server.on_message = answer
@@ -376,8 +374,6 @@ def test_stopped_in_the_middle_of_the_work_ends_at_the_next_image(tmp_path: Path
     line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
     line.run(lambda: line.delivery.busy)
     line.stop.set()
-    import time
-
     deadline_s = time.monotonic() + 5
     while line.delivery.busy:
         assert time.monotonic() < deadline_s
@@ -421,5 +417,50 @@ def test_settings_are_not_on_the_wire(tmp_path: Path, package: Package, images: 
     line.close()
 
 
-def test_stopped_is_no_error_of_ours() -> None:
-    assert not issubclass(Stopped, RefusedError)
+def test_images_added_after_the_upload_are_told_from_those_in_it(
+    tmp_path: Path, package: Package, images: Path
+) -> None:
+    config = write_device(tmp_path, package, images)
+    first = collecting(Line(tmp_path, config, package))
+    first.run()
+    assert not is_outdated(first.server.welcome, first.equipment.worker, first.spool)
+    first.close()
+    write_images(images, {"apple": 1}, seed=8)
+    again = Line(tmp_path, config, package)
+    assert is_outdated(again.server.welcome, again.equipment.worker, again.spool)
+    again.close()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_fresh_noise_is_one_draw_per_upload_over_a_restart_too(tmp_path: Path, package: Package) -> None:
+    images = write_images(tmp_path / "many", {"a": 15, "b": 15})
+    config = write_device(tmp_path, package, images, noise="fresh")
+    first = collecting(Line(tmp_path, config, package, credit=1))
+    first.run(lambda: first.server.images > 0)
+    first.close()
+    note = read_note(first.spool)
+    again = Line(tmp_path, config, package)
+    again.server = first.server
+    again.run()
+    assert first.server.images == 30 and read_note(again.spool) == note and note is not None and note.fresh
+    again.close()
+    other = collecting(Line(tmp_path, config, package, session="s2", run="run-2"))
+    with pytest.raises(DataError, match="30 of 30 images would be released 2 times"):
+        other.run()
+    other.close()
+
+
+def test_another_scale_is_another_release_and_is_refused(tmp_path: Path, package: Package, images: Path) -> None:
+    config = write_device(tmp_path, package, images, kappa_floor=0.5)
+    first = collecting(Line(tmp_path, config, package))
+    first.run()
+    first.close()
+    other = Line(tmp_path, config, package, session="s2", run="run-2")
+    other.server.on_open = lambda server: server.ask_features(kappa=0.5)
+    with pytest.raises(DataError, match=r"12 of 12 .*kappa=1\.0 .*asked now: .*kappa=0\.5"):
+        other.run()
+    other.close()
+    same = collecting(Line(tmp_path, config, package, session="s3", run="run-3"))
+    same.run()
+    assert same.server.images == 12
+    same.close()

@@ -103,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[ModelProto], None], str]] = {
     "shared pair": (_shared, r"blocks\.0\.attn\.qkv\.dequantize_input must have one user, found 2"),
     "float layer": (_float_layer, r"blocks\.0\.attn\.qkv must multiply INT8 by INT8"),
     "fixed batch": (_fixed_batch, "batch size of images is fixed"),
-    "second file": (_second_file, "another file|external|location"),
+    "second file": (_second_file, "another file|should be stored in front.onnx.data"),
     "infinite scale": (_infinite_scale, "scales of blocks.0.attn.qkv"),
     "zero scale": (_zero_scale, "scales of blocks.0.attn.qkv"),
     "decomposed norm": (_decomposed_norm, "expected 4 LayerNormalization nodes, found 3"),

@@ -1,12 +1,15 @@
+from dataclasses import dataclass
+
 import numpy as np
 import onnx
 import pytest
+import timm
 import torch
 from onnx import numpy_helper
 from torch import nn
 
 from exporter.onnx_check import Expected, check_file
-from exporter.onnx_graph import count_macs, export_float, inference_mode
+from exporter.onnx_graph import count_macs, export_float, fold_weight_transposes, inference_mode
 from exporter.quantize import linear_layers
 from exporter.runtime import open_session, run_tokens
 from exporter.split import split_model
@@ -31,21 +34,47 @@ def test_ex_01_the_batch_size_is_free(graphs: Graphs, kind: str) -> None:
             assert np.abs(tokens - whole[:size]).mean() < 0.01
 
 
-def test_ex_02_a_model_in_training_mode_is_exported_for_inference_and_given_back() -> None:
-    model = tiny.tiny_model(depth=2, proj_drop_rate=0.5, pos_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)
-    frontend, _ = split_model(model, 1)
+@dataclass(frozen=True)
+class Traced:
+    """A frontend with equal blocks and live dropout, handed over in training mode, and what came of it."""
+
+    frontend: nn.Module
+    model: onnx.ModelProto
+    expected: np.ndarray  # of two images, in inference mode
+
+
+@pytest.fixture(scope="module")
+def traced_in_training_mode() -> Traced:
+    torch.manual_seed(0)
+    rates = {"proj_drop_rate": 0.5, "pos_drop_rate": 0.5, "attn_drop_rate": 0.5, "drop_path_rate": 0.5}
+    model = timm.create_model(tiny.MODEL, **{**tiny.ARGS, **rates})
+    model.blocks[1].load_state_dict(model.blocks[0].state_dict())
+    frontend, _ = split_model(model, 2)
     with inference_mode(frontend):
         expected = frontend(tiny.images(2)).numpy()
-    fused = [each.fused_attn for each in frontend.modules() if hasattr(each, "fused_attn")]
     model.train()
     model.blocks[0].mlp.eval()  # one part in another mode than the rest
-    data = export_float(frontend, tiny.SHAPE, 20).SerializeToString()
+    return Traced(frontend, export_float(frontend, tiny.SHAPE, 20), expected)
+
+
+def test_ex_02_a_model_in_training_mode_is_exported_for_inference_and_given_back(
+    traced_in_training_mode: Traced,
+) -> None:
+    frontend = traced_in_training_mode.frontend
     assert frontend.blocks[0].attn.training and not frontend.blocks[0].mlp.training
-    assert [each.fused_attn for each in frontend.modules() if hasattr(each, "fused_attn")] == fused
-    session = open_session(data, 1)
+    assert all(each.fused_attn for each in frontend.modules() if hasattr(each, "fused_attn"))
+    session = open_session(traced_in_training_mode.model.SerializeToString(), 1)
     first, second = (run_tokens(session, tiny.images(2).numpy()) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    np.testing.assert_allclose(first, expected, atol=1e-4)
+    np.testing.assert_allclose(first, traced_in_training_mode.expected, atol=1e-4)
+
+
+def test_equal_layers_do_not_share_storage(traced_in_training_mode: Traced) -> None:
+    """A fresh model's biases are all zero, which the tracer stores once; noise must reach one layer alone."""
+    names = [each.name for each in traced_in_training_mode.model.graph.initializer]
+    assert len(names) == len(set(names))
+    layers = linear_layers(traced_in_training_mode.frontend)
+    assert {f"{name}.{part}" for name in layers for part in ("weight", "bias")} <= set(names)
 
 
 def test_modes_come_back_after_an_error_too() -> None:
@@ -64,21 +93,6 @@ def test_every_linear_layer_owns_its_weight_and_bias(graphs: Graphs) -> None:
     assert all(
         users.count(f"{name}.{part}") == 1 for name in linear_layers(graphs.frontend) for part in ("weight", "bias")
     )
-
-
-def test_equal_layers_do_not_share_storage() -> None:
-    """Fresh models have zero biases everywhere, which the tracer stores once; noise must reach one layer alone."""
-    torch.manual_seed(0)
-    import timm
-
-    model = timm.create_model(tiny.MODEL, **{**tiny.ARGS, "depth": 3})
-    with torch.no_grad():
-        model.blocks[1].load_state_dict(model.blocks[0].state_dict())
-    frontend, _ = split_model(model, 2)
-    graph = export_float(frontend, tiny.SHAPE, 20).graph
-    names = [each.name for each in graph.initializer]
-    assert len(names) == len(set(names))
-    assert {f"{name}.{part}" for name in linear_layers(frontend) for part in ("weight", "bias")} <= set(names)
 
 
 def test_the_file_tells_nothing_of_the_machine_that_made_it(graphs: Graphs) -> None:
@@ -113,8 +127,6 @@ def test_opset_17_is_loadable_by_older_runtimes() -> None:
 
 
 def test_large_weights_left_transposed_by_the_tracer_are_folded() -> None:
-    from exporter.onnx_graph import fold_weight_transposes
-
     weight = np.arange(6, dtype=np.float32).reshape(2, 3)
     nodes = [
         onnx.helper.make_node("Transpose", ["w"], ["w_t"], perm=[1, 0]),

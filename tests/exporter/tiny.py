@@ -14,12 +14,15 @@ from torch import nn
 
 from contract.signature import PrivateKey, generate
 from exporter.build import Report, Surroundings, export
+from exporter.few_shot import FewShotSettings
 from exporter.plan import ExportPlan, Limits
+from exporter.tune import TuneSettings
 
 MODEL = "vit_tiny_patch16_224"
 ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 4}
 SHAPE = (3, 32, 32)
 LIMITS = Limits(calibration_images=16, statistics_images=40, evaluation_images=40)
+QUICK_TASKS = FewShotSettings(episodes=1, epochs=8)
 COLOURS = ((220, 60, 60), (60, 200, 60), (60, 60, 220), (210, 210, 60))
 
 
@@ -73,4 +76,4 @@ def surroundings(key: PrivateKey | None = None) -> Surroundings:
 
 def run(output: Path, key: PrivateKey | None = None, **changes: object) -> Report:
     """Export as the command does, with small limits."""
-    return export(plan(output, **changes), surroundings(key), LIMITS)
+    return export(plan(output, **changes), surroundings(key), LIMITS, TuneSettings(), QUICK_TASKS)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
@@ -321,10 +322,12 @@ def test_inference_is_stored_handed_over_answered_and_forgotten(
             await device.wait_for_ack(2)
         # Gone before its scores: it sends again what it has no scores for, under a new session.
         async with bench.device(bench.hello(purpose="infer")) as device:
+            for _ in range(2):
+                await bench.child.next(pipe.JOINED)
             assert bench.store.records("clinic", "infer", unanswered=True) == []
             again = tiny.batches(upload, "infer-1", 3, "infer")[1]
             await device.send(again)
-            await device.wait_for_ack(1)
+            assert (await bench.child.next(pipe.STORED)).values["batch"] == 1
             scores = Scores("infer-1", 1, np.zeros((3, 3), np.float32))
             bench.child.says.put_nowait(carry("clinic", "pi", scores))
             assert isinstance(await device.receive(), Scores)
@@ -349,6 +352,22 @@ def test_messages_wait_for_credit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert [message.batch for message in received if isinstance(message, Scores)] == list(range(count))
 
     on_server(story, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_wi_02_connections_leave_no_memory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident: list[int] = []
+
+    async def story(bench: Bench) -> None:
+        for number in range(300):
+            async with bench.device():
+                pass
+            if number in (20, 299):
+                resident.append(psutil.Process().memory_info().rss)
+        assert len(bench.server._open) <= 1
+
+    on_server(story, tmp_path, monkeypatch)
+    assert resident[1] - resident[0] < 10_000_000
 
 
 def test_the_end_of_the_torch_process_ends_the_server_with_its_message(

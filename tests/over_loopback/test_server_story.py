@@ -113,9 +113,10 @@ def assert_same_weights(state: Mapping[str, torch.Tensor], theirs: Mapping[str, 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_site_is_adapted_over_tls_through_a_kill_and_answered(tmp_path: Path) -> None:
-    """One device uploads, the other half; the server is killed; the rest follows; then inference; then SIGTERM (DE-03).
-    The weights equal those of training in one go in this process, bit for bit."""
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_site_is_adapted_over_tls_and_answered(killed: bool, tmp_path: Path) -> None:
+    """One device uploads, the other half; the server is killed, or not; the rest follows; then inference; then SIGTERM
+    (DE-03). The weights equal those of training in one go in this process, bit for bit."""
     from tests.server_runtime.test_strategies import SETTINGS, drive, shipped_backend
 
     site = Site(tmp_path, ("jetson", "pi"))
@@ -151,17 +152,25 @@ def test_a_site_is_adapted_over_tls_through_a_kill_and_answered(tmp_path: Path) 
             await device.send(Bye("done", True))
             return np.concatenate([answer.values for answer in sorted(answers, key=lambda answer: answer.batch)])
 
-    with site.server("--run", "first", *options) as server:
-        session, asked = asyncio.run(upload_half(server.url))
-        torch_process = psutil.Process(server.running.pid).children()
-        server.end(signal.SIGKILL)
-        assert len(torch_process) == 1
-        assert psutil.wait_procs(torch_process, timeout=LIMIT_S)[1] == []  # it ends with its parent
-    with site.server("--run", "first") as server:  # the run keeps its own settings
+    def finish(server: Running) -> np.ndarray:
         asyncio.run(upload_rest(server.url, session, asked))
         scores = asyncio.run(infer(server.url))
         code, _ = server.end(signal.SIGTERM)
-    assert code == 0, (tmp_path / "server.log").read_text()
+        assert code == 0, (tmp_path / "server.log").read_text()
+        return scores
+
+    with site.server("--run", "first", *options) as server:
+        session, asked = asyncio.run(upload_half(server.url))
+        if killed:
+            torch_process = psutil.Process(server.running.pid).children()
+            server.end(signal.SIGKILL)
+            assert len(torch_process) == 1
+            assert psutil.wait_procs(torch_process, timeout=LIMIT_S)[1] == []  # it ends with its parent
+        else:
+            scores = finish(server)
+    if killed:
+        with site.server("--run", "first") as server:  # the run keeps its own settings
+            scores = finish(server)
     run = tmp_path / "runs" / "first"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in metrics if "epoch" in line] == list(range(1, 31))

@@ -62,6 +62,10 @@ def test_a_site_that_failed_does_not_end_it() -> None:
     assert asyncio.run(run()).site == "clinic"
 
 
+def test_de_03_sigterm_to_both_is_no_error() -> None:
+    assert frames_of("os.kill(os.getpid(), signal.SIGTERM)") == []
+
+
 def test_it_is_stopped_by_a_frame() -> None:
     async def run() -> None:
         child = await child_of("next(pipe.Unpacker().feed(sys.stdin.buffer.read1(1 << 16)))")

@@ -1,0 +1,205 @@
+"""Tuning, channel and few-shot choice on made-up tokens: six classes with a centre each, a backend of one layer."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from contract import tokens as law
+from contract.errors import TrainingError
+from contract.tokens import TokenLayout
+from exporter.channel import WireChannel
+from exporter.few_shot import DEFAULT_BACKEND_LR, FewShotSettings, choose_rates, default_rates, draw_episode, hold_out
+from exporter.statistics import PublicTokens, TokenMoments
+from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
+
+LAYOUT = TokenLayout(prefix=1, grid=(2, 2), dim=8)
+CLASSES = 6
+SETTINGS = TuneSettings(epochs=12, lr=3e-3, batch=16)
+
+
+class MeanBackend(nn.Module):
+    """tokens (B, T, 8) -> features (B, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.mix.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.mix(tokens)).mean(1)
+
+
+def _tokens(per_class: int, seed: int = 0) -> TokenSet:
+    rng = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(CLASSES), per_class)
+    centres = np.random.default_rng(7).normal(size=(CLASSES, 1, 8)) * 1.5
+    plain = centres[labels] + rng.normal(size=(len(labels), LAYOUT.count, 8))
+    noisy = plain + 0.3 * rng.normal(size=plain.shape)
+    return TokenSet((plain.astype(np.float16), noisy.astype(np.float16)), labels)
+
+
+def _public(tokens: TokenSet) -> PublicTokens:
+    moments = TokenMoments(LAYOUT)
+    moments.add(tokens.frontends[0].astype(np.float32))
+    return moments.finish()
+
+
+def _channel(tokens: TokenSet, *kappas: float) -> WireChannel:
+    return WireChannel(_public(tokens), LAYOUT, kappas, "cpu")
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_without_noise_the_channel_is_the_contracts_wire() -> None:
+    tokens = _tokens(4)
+    inputs = tokens.rows(0, np.arange(24))
+    found = _channel(tokens, 0.0).release(inputs, 0, _generator()).numpy()
+    steps = law.wire_steps(_public(tokens).statistics, 0.0)
+    codes, _ = law.quantize(inputs.numpy(), steps, LAYOUT.prefix)
+    np.testing.assert_allclose(found, law.dequantize(codes, steps, LAYOUT.prefix), rtol=1e-6, atol=1e-6)
+
+
+def test_the_channels_noise_is_laplace_of_the_contracts_scale() -> None:
+    tokens = _tokens(4)
+    inputs = torch.zeros(4000, LAYOUT.count, 8)
+    noise = _channel(tokens, 1.0).release(inputs, 0, _generator()).numpy()
+    scales = law.noise_scales(_public(tokens).statistics, 1.0)
+    for row, part in ((0, noise[:, :1]), (1, noise[:, 1:])):
+        flat = part.reshape(-1, 8)
+        np.testing.assert_allclose(np.abs(flat).mean(0), scales[row], rtol=0.08)
+        np.testing.assert_allclose(flat.std(0), np.sqrt(2) * scales[row], rtol=0.08)
+
+
+def test_the_filter_brings_noisy_tokens_nearer_and_passes_clean_ones() -> None:
+    tokens = _tokens(40)
+    inputs = tokens.rows(0, np.arange(240))
+    channel = _channel(tokens, 0.0, 1.0)
+    noisy = channel.release(inputs, 1, _generator())
+    restored = channel.restore(noisy, 1)
+    assert (restored - inputs).square().mean() < 0.6 * (noisy - inputs).square().mean()
+    clean = channel.release(inputs, 0, _generator())
+    assert (channel.restore(clean, 0) - clean).abs().max() < 0.05
+
+
+def test_rows_come_in_the_order_asked_for() -> None:
+    tokens = _tokens(3)
+    rows = np.array([7, 2, 2, 11, 0])
+    np.testing.assert_array_equal(tokens.rows(1, rows).numpy(), tokens.frontends[1][rows].astype(np.float32))
+
+
+def test_a_fitted_head_answers() -> None:
+    tokens = _tokens(30)
+    rows = np.arange(180)
+    backend = MeanBackend()
+    head = fit_head(backend_features(backend, tokens, rows, "cpu", "features"), tokens.labels, CLASSES)
+    test_tokens = _tokens(30, seed=1)
+    accuracy = top1(Classifier(backend, head), test_tokens.frontends[0], test_tokens.labels, None, "cpu")
+    assert accuracy > 0.8
+
+
+def test_tuning_learns_to_read_noisy_tokens_and_repeats() -> None:
+    tokens, unseen = _tokens(40), _tokens(40, seed=1)
+    channel = _channel(tokens, 0.0, 0.5, 1.0)
+    torch.manual_seed(0)
+    start = Classifier(MeanBackend(), nn.Linear(8, CLASSES))
+
+    def tuned() -> Classifier:
+        model = copy.deepcopy(start)
+        rng = np.random.default_rng(0)
+        tune(model, tokens, np.arange(240), np.arange(CLASSES), channel, SETTINGS, rng, "cpu", "tuning")
+        return model
+
+    def score(model: Classifier) -> float:
+        generator = _generator()
+        return top1(
+            model,
+            unseen.frontends[1],
+            unseen.labels,
+            lambda x: channel.restore(channel.release(x, 2, generator), 2),
+            "cpu",
+        )
+
+    first, second = tuned(), tuned()
+    assert score(first) > score(start) + 0.2
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert not any(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_tuning_on_some_classes_never_shows_the_others() -> None:
+    tokens = _tokens(10)
+    kept = np.array([0, 2, 5])
+    rows = np.flatnonzero(np.isin(tokens.labels, kept))
+    model = Classifier(MeanBackend(), nn.Linear(8, 3))
+    rng = np.random.default_rng(0)
+    tune(model, tokens, rows, kept, _channel(tokens, 0.0), SETTINGS, rng, "cpu", "tuning")
+
+
+def test_a_loss_that_is_not_finite_ends_the_export() -> None:
+    tokens = _tokens(4)
+    model = Classifier(MeanBackend(), nn.Linear(8, CLASSES))
+    with torch.no_grad():
+        model.head.bias[0] = float("nan")
+    with pytest.raises(TrainingError, match="finite"):
+        tune(
+            model, tokens, np.arange(24), np.arange(CLASSES), _channel(tokens, 0.0), SETTINGS, np.random.default_rng(0),
+            "cpu", "tuning",
+        )  # fmt: skip
+
+
+def test_a_linear_head_is_a_copy() -> None:
+    weight, bias = torch.randn(3, 8), torch.randn(3)
+    head = linear_head(weight, bias)
+    weight.zero_()
+    assert head.weight.abs().min() > 0
+
+
+SMALL = FewShotSettings(
+    backend_lrs=(1e-5, 1e-2), head_lrs=(1e-3, 3e-2), episodes=2, ways=2, shots=5, queries=8, epochs=6
+)
+
+
+def test_held_out_classes_are_a_quarter_and_at_least_two() -> None:
+    rng = np.random.default_rng(0)
+    assert len(hold_out(np.repeat(np.arange(40), 9), SMALL, rng)) == 10
+    assert len(hold_out(np.repeat(np.arange(5), 9), SMALL, rng)) == 2
+    assert len(hold_out(np.repeat(np.arange(3), 9), SMALL, rng)) == 0  # too few classes
+    assert len(hold_out(np.repeat(np.arange(40), 5), SMALL, rng)) == 0  # nothing left to ask after five shots
+
+
+def test_an_episode_has_disjoint_support_and_query_of_the_held_out_classes() -> None:
+    tokens = _tokens(10)
+    rows = np.flatnonzero(tokens.labels >= 3)
+    episode = draw_episode(tokens, rows, _channel(tokens, 0.0), 0, SMALL, np.random.default_rng(0), "cpu")
+    assert episode.support.shape == (10, 5, 8) and episode.query.shape == (10, 5, 8)
+    assert episode.support_labels.bincount().tolist() == [5, 5]
+    distance = torch.cdist(episode.support.flatten(1), episode.query.flatten(1))
+    assert distance.min() > 1e-3
+
+
+def test_rates_are_the_best_of_the_table_and_the_backend_stays_as_it_was() -> None:
+    tokens = _tokens(13)
+    rows = np.flatnonzero(tokens.labels >= 3)
+    backend = MeanBackend()
+    before = backend.mix.weight.clone()
+    rng = np.random.default_rng(0)
+    rates = choose_rates(backend, tokens, rows, _channel(tokens, 0.25), 0, SMALL, rng, "cpu")
+    assert len(rates.table) == 3
+    best = max(trial.accuracy for trial in rates.table)
+    chosen = next(t for t in rates.table if (t.backend_lr, t.head_lr) == (rates.backend_lr, rates.head_lr))
+    assert chosen.accuracy == best and best > 0.6
+    torch.testing.assert_close(backend.mix.weight, before, rtol=0, atol=0)
+
+
+def test_default_rates_say_why() -> None:
+    rates = default_rates("fewer than 4 classes")
+    assert rates.document() == {
+        "backend_lr": DEFAULT_BACKEND_LR, "head_lr": 1e-3, "reason": "fewer than 4 classes", "table": (),
+    }  # fmt: skip
