@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command, say
+from contract.errors import UsageError
 from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_durably
@@ -65,6 +66,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if arguments.show_config:
         print(resolved.show())
         return 0
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise UsageError(f"there is no folder {arguments.output.parent} for the report", "correct -o before the run")
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))

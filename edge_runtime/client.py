@@ -87,12 +87,12 @@ class Client:
         """
         loop = asyncio.get_running_loop()
         self._delivery.on_change = lambda: loop.call_soon_threadsafe(self._wake.set)
-        context = tls_context(self._endpoint)
+        context = tls_context(self._endpoint.server, self._endpoint.ca)
         while True:
             started_s = time.monotonic()
             try:
                 await self._unless_stopped(self._connect(context, stop), stop)
-                failure: BaseException = ConnectionError("the server closed it")
+                failure: Exception = PeerLost("the server closed it")
             except RefusedError as error:
                 if error.retry_after_s is None or once:
                     raise
@@ -105,7 +105,7 @@ class Client:
                 return Outcome("stopped", True)
             await self._wait(failure, time.monotonic() - started_s, stop, once)
 
-    async def _wait(self, failure: BaseException, lasted_s: float, stop: asyncio.Event, once: bool) -> None:
+    async def _wait(self, failure: Exception, lasted_s: float, stop: asyncio.Event, once: bool) -> None:
         told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
         if once:
             raise UnreachableError(told.cause, told.cure) from failure
@@ -160,10 +160,9 @@ class Client:
             "close_timeout": self._limits.goodbye_s,
             "ping_interval": None,
         }
-        if "proxy" in inspect.signature(connect.__init__).parameters and is_loopback(
-            urlsplit(self._endpoint.server).hostname or ""
-        ):
-            options["proxy"] = None  # websockets 15 and later take one from the environment
+        takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
+        if takes_proxy and is_loopback(urlsplit(self._endpoint.server).hostname or ""):
+            options["proxy"] = None  # else the environment's would be asked for this very machine
         return options
 
     async def _read(self, socket: ClientConnection) -> None:
@@ -215,7 +214,7 @@ class Client:
 
 
 class PeerLost(Exception):
-    """The server said nothing for too long: connect again."""
+    """The server went away, or said nothing for too long: connect again."""
 
 
 def final(outcome: Outcome) -> Outcome:
@@ -225,19 +224,17 @@ def final(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
     """Verification is never switched off; None for ws:// on this machine.
 
     Raises: ConfigError when the CA file cannot be used.
     """
-    if urlsplit(endpoint.server).scheme == "ws":
+    if urlsplit(server).scheme == "ws":
         return None
     try:
-        return ssl.create_default_context(cafile=endpoint.ca)
+        return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"the CA certificate {endpoint.ca} cannot be used: {error}", "give --ca a PEM file"
-        ) from error
+        raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
 
 
 def channel_binding(socket: ClientConnection) -> bytes:

@@ -31,7 +31,7 @@ from contract.messages import (
 from contract.session import Acknowledged, Role, Session, SessionLimits, State
 from contract.signature import proof_payload
 from edge_runtime.spool import Spool
-from edge_runtime.terms import Terms, check_ask, check_welcome
+from edge_runtime.terms import Terms, check_ask, check_welcome, refusal
 from edge_runtime.unanswered import Unanswered
 
 AUTH_CODES = ("unknown-device", "wrong-key")
@@ -157,8 +157,12 @@ class Conduct:
 
     def _join(self, welcome: Welcome) -> Order | None:
         check_welcome(welcome, self._terms)
-        first, self.welcome = self.welcome is None, welcome
+        earlier, self.welcome = self.welcome, welcome
         if self._window is not None:
+            if earlier is not None and earlier.run != welcome.run:
+                raise refusal(
+                    "run", earlier.run, welcome.run, "predict again: half of the scores would be another model's"
+                )
             self._window.restart(welcome.session, welcome.run)
         else:
             head = self._spool.head
@@ -168,7 +172,7 @@ class Conduct:
                 self._working_on = None
             self._spool.acknowledge(welcome.last_seq)
         self._sent = welcome.last_seq
-        return welcome if first and self._window is not None else None
+        return welcome if earlier is None and self._window is not None else None
 
     # Out.
 

@@ -57,9 +57,8 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
             f"the upload {ask.ask} was begun with other images or settings ({done} batches of it are on their way)",
             "put the images and settings back as they were, or let the server start a new run",
         )
-    if (
-        spool.next_seq < note.first_seq
-    ):  # a damaged spool lost frames in front of this upload: its numbers begin earlier
+    if spool.next_seq < note.first_seq:
+        # A damaged spool lost frames in front of this upload, so its numbers begin earlier.
         spool.annotate(json.dumps(asdict(note) | {"first_seq": spool.next_seq}))
     return upload
 
@@ -69,15 +68,16 @@ def is_outdated(welcome: Welcome, worker: Worker, spool: Spool) -> bool:
     note = read_note(spool)
     if note is None:
         return False
-    return (
-        worker.fingerprint(Upload(note.ask, "train", note.kappa, welcome.frame_bytes, 0, note.fresh))
-        != note.fingerprint
-    )
+    upload = Upload(note.ask, "train", note.kappa, welcome.frame_bytes, 0, note.fresh)
+    return worker.fingerprint(upload) != note.fingerprint
 
 
 def read_note(spool: Spool) -> UploadNote | None:
-    """The upload that the spool speaks of; the spool's CRC vouches for the text."""
-    return UploadNote(**json.loads(spool.head.note)) if spool.head and spool.head.note else None
+    """The upload that the spool speaks of; None where there is none, or another version of this program wrote it."""
+    try:
+        return UploadNote(**json.loads(spool.head.note)) if spool.head else None
+    except (ValueError, TypeError):
+        return None
 
 
 class Delivery:

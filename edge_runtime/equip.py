@@ -25,7 +25,7 @@ from contract.signature import PublicKey, key_id, load_private, load_public, sig
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
-from edge_runtime.data import Dataset, load_dataset, read_class_list, require_labels
+from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install
@@ -199,8 +199,10 @@ def find_images(
             check_stop(stop)
 
         dataset = load_dataset(config.data, classes, secret, installed.manifest.image.max_pixels, tick)
-    for entry in dataset.skipped:
+    for entry in dataset.skipped[:SHOWN_FILES]:
         say(f"skipped {entry.file}: {entry.reason}")
+    if len(dataset.skipped) > SHOWN_FILES:
+        say(f"skipped {len(dataset.skipped) - SHOWN_FILES} files more; the report lists them")
     if purpose == "adapt":
         require_labels(dataset, config.data)
     return dataset

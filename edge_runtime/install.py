@@ -96,6 +96,7 @@ def install(
             finally:
                 shutil.rmtree(incoming, ignore_errors=True)
         point_current(packages, folder.name)
+        shed_others(packages, folder.name)
     except OSError as error:
         raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
     return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db)
@@ -260,3 +261,12 @@ def point_current(packages: Path, name: str) -> None:
     link.symlink_to(name)
     os.replace(link, packages / "current")
     sync_folder(packages)
+
+
+def shed_others(packages: Path, name: str) -> None:
+    """Of packages that are no longer current only the manifests stay, against rollback: frontends can fill a small card."""
+    for manifest in packages.glob(f"*/{MANIFEST_NAME}"):
+        if manifest.parent.name != name and not manifest.parent.is_symlink():
+            for file in manifest.parent.iterdir():
+                if file != manifest:
+                    file.unlink()

@@ -10,6 +10,8 @@ import ssl
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from contract.errors import CutlayerError
+
 BUILT = datetime(2026, 11, 1, tzinfo=timezone.utc)  # no clock that is right shows less
 CERTIFICATE_NOT_YET_VALID = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 
@@ -51,6 +53,8 @@ def explain(error: BaseException, server: str, now: datetime, clock_floor: datet
 
     `clock_floor` is a time that has certainly passed; a clock before it is not set (DE-02).
     """
+    if isinstance(error, CutlayerError):
+        return Failure(error.cause, error.cure)
     if isinstance(error, ssl.SSLError) and now < clock_floor:
         return Failure(
             f"{server} cannot be trusted because this device's clock is not set: "

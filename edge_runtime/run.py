@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 from contract.console import Progress, progress
 from contract.errors import ConfigError
-from edge_runtime.client import Client, Endpoint
+from edge_runtime.client import Client, Endpoint, tls_context
 from edge_runtime.conduct import Conduct, Outcome
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
@@ -56,6 +56,7 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
 
     Raises: CutlayerError of whatever failed.
     """
+    tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
     signals = StopSignals(say)
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())

@@ -9,6 +9,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -129,7 +130,8 @@ def write_durably(path: Path, data: bytes | bytearray | memoryview, mode: int = 
         os.replace(partial, path)
         sync_folder(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise DeviceError(
             f"{path} cannot be written: {error.strerror}", "make room on the disk and start again"
         ) from error

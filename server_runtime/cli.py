@@ -42,11 +42,12 @@ def _parser() -> ArgumentParser:
         epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
     )
     choices = {"strategy": strategies.names(), "label_mode": plan.LABEL_MODES}
-    metavars = {"strategy": None, "label_mode": None, "listen": "HOST:PORT", "replaced": "SHARE", "roster": "DIR"}
+    metavars = {"strategy": None, "label_mode": None, "listen": "HOST:PORT", "replaced": "SHARE", "run": "ID"}
+    kinds = {Path: "PATH", int: "N", float: "X"}
     for field in FIELDS:
         if field.name != "public":
             name = "--" + field.name.replace("_", "-")
-            metavar = metavars.get(field.name, field.type.__name__.upper())
+            metavar = metavars.get(field.name, kinds.get(field.type))
             parser.add_argument(name, choices=choices.get(field.name), metavar=metavar, help=field.help)
     parser.add_argument(
         "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
@@ -94,7 +95,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         store.close()
         os.close(lock)
     if as_json:
-        print_document("server-run", _document(run, outcome))
+        print_document("server-run", _document(run, outcome, tuple(roster.sites)))
     return 0
 
 
@@ -145,8 +146,9 @@ def _start_frame(run: Run, folder: BackendFolder, sites: dict[str, tuple[str, ..
     return PipeFrame(pipe.START, text=json.dumps(start))
 
 
-def _document(run: Run, outcome: Outcome) -> dict[str, object]:
-    sites: dict[str, object] = {site: {"state": "trained", **values} for site, values in outcome.ended.items()}
+def _document(run: Run, outcome: Outcome, names: Sequence[str]) -> dict[str, object]:
+    sites: dict[str, object] = {site: {"state": "unfinished"} for site in names}
+    sites |= {site: {"state": "trained", **values} for site, values in outcome.ended.items()}
     sites |= {site: {"state": "failed", "cause": error.cause} for site, error in outcome.failed.items()}
     return {"run": run.name, "directory": str(run.root), "plan": run.plan.values(), "sites": sites}
 

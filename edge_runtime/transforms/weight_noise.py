@@ -67,6 +67,9 @@ def noise_frontend(
         ) from error
     noise = WeightNoise(file_sha256(path), changed_share, saturated)
     write_durably(record_path, to_json(encode(noise)))
+    for other in engines.iterdir():  # of other packages or alphas: one frontend can fill a small card
+        if other.stem != name:
+            other.unlink(missing_ok=True)
     return path, noise
 
 

@@ -170,3 +170,12 @@ def test_errors_are_one_line_of_cause_and_one_of_cure(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[0].startswith("error: ") and "cure: " in done.stderr.splitlines()[1]
+
+
+def test_a_report_that_could_not_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    config = write_device(tmp_path, write_package(tmp_path / "front"), tmp_path)
+    flags = [part for field in FIELDS if (value := getattr(config, field.name)) is not None
+             for part in ("--" + field.name.replace("_", "-"), str(value))]  # fmt: skip
+    arguments = parser().parse_args([*flags, "-o", str(tmp_path / "none" / "report.json")])
+    with pytest.raises(UsageError, match="no folder .*none"):
+        edge_run(arguments, {}, tmp_path)

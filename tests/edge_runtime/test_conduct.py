@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from contract.canonical import to_json
-from contract.errors import AuthError, DataError, RefusedError
+from contract.errors import AuthError, DataError, DeviceError, RefusedError
 from contract.keyed_noise import class_list_hash, permutation
 from contract.messages import Ask, Bye, Features, Message, Refuse, Scores, Welcome
 from contract.signature import load_public
@@ -464,3 +467,49 @@ def test_another_scale_is_another_release_and_is_refused(tmp_path: Path, package
     same.run()
     assert same.server.images == 12
     same.close()
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda data: b"",
+    "halved": lambda data: data[: len(data) // 2],
+    "noise behind": lambda data: data + b"\x00\xffnoise",
+}
+
+
+@pytest.mark.parametrize("harm", sorted(HARMS))
+def test_de_04_whatever_file_is_spoiled_the_device_comes_up_or_names_the_secret(
+    tmp_path: Path, package: Package, images: Path, harm: str
+) -> None:
+    config = write_device(tmp_path, package, images)
+    whole = collecting(Line(tmp_path, config, package))
+    whole.run()
+    whole.equipment.remember_site()
+    whole.close()
+    files = [path.relative_to(config.state) for path in config.state.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.parts[0] != "packages"]) >= 7  # secrets, engine, spool, ledger, site
+    for number, file in enumerate(sorted(files)):
+        state = tmp_path / f"state-{number}"
+        shutil.copytree(config.state, state, symlinks=True)
+        (state / file).write_bytes(HARMS[harm]((state / file).read_bytes()))
+        spoiled = replace(config, state=state)
+        if file.parts[0] == "identity":
+            with pytest.raises(DeviceError, match=file.name):
+                Line(tmp_path, spoiled, package)
+            continue
+        again = collecting(Line(tmp_path, spoiled, package, session=f"s{number}", run="run-1"))
+        again.run()
+        assert again.server.images == 12, file
+        assert all(
+            (again.server.stored[key].codes == batch.codes).all() for key, batch in whole.server.stored.items()
+        ), file
+        again.close()
+
+
+def test_scores_of_two_runs_are_never_mixed(tmp_path: Path, package: Package, images: Path) -> None:
+    (tmp_path / "classes.txt").write_text("\n".join(sorted(COUNTS)))
+    line = Line(tmp_path, write_device(tmp_path, package, images, classes=tmp_path / "classes.txt"), package, "infer")
+    line.run(lambda: line.server.images == 12)
+    line.server.welcome = replace(line.server.welcome, run="run-2")
+    with pytest.raises(RefusedError, match="run: here run-1, there run-2"):
+        line.run()
+    line.close()

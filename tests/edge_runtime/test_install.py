@@ -117,6 +117,7 @@ def test_an_older_version_is_refused_and_a_newer_one_swapped_in(tmp_path: Path, 
         put(first.folder, packages)
     put(third.folder, packages)
     assert os.readlink(packages / "current") == third.digest.hex()
+    assert [path.name for path in (packages / second.digest.hex()).iterdir()] == ["manifest.json"]  # against rollback
     with pytest.raises(RollbackError):
         put(second.folder, packages)
 

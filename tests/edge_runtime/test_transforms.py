@@ -61,22 +61,26 @@ def test_the_noised_frontend_is_made_once_per_package_and_alpha_and_is_private(t
     stamp = path.stat().st_mtime_ns
     assert noise_frontend(source, [record], 0.1, KEYS, engines, said.append) == (path, noise)
     assert path.stat().st_mtime_ns == stamp
-    other, _ = noise_frontend(source, [record], 0.2, KEYS, engines, said.append)
-    third, _ = noise_frontend(source, [record], 0.1, keys_of(bytes(32), bytes(32)), engines, said.append)
-    assert len({path, other, third}) == 3 and other.read_bytes() != path.read_bytes() != third.read_bytes()
+    noised = path.read_bytes()
     images = np.ones((1, 3, 16, 16), np.float32)
-    clean, noised = (open_engine("onnxruntime", each, 1).run(images) for each in (source, path))
-    assert 0 < np.abs(clean - noised).max() < np.abs(clean).max()
+    clean, changed = (open_engine("onnxruntime", each, 1).run(images) for each in (source, path))
+    assert 0 < np.abs(clean - changed).max() < np.abs(clean).max()
+    other, _ = noise_frontend(source, [record], 0.2, KEYS, engines, said.append)
+    assert other != path and other.read_bytes() != noised and not path.exists()  # one is kept
+    third, _ = noise_frontend(source, [record], 0.1, keys_of(bytes(32), bytes(32)), engines, said.append)
+    assert third.name not in (path.name, other.name) and third.read_bytes() != noised and said == []
 
 
 @pytest.mark.parametrize("harm", ["model", "record"])
 def test_de_04_a_spoiled_noised_frontend_is_made_again(tmp_path: Path, harm: str) -> None:
     model, record = quantized_model()
     (tmp_path / "front.onnx").write_bytes(model)
-    path, noise = noise_frontend(tmp_path / "front.onnx", [record], 0.1, KEYS, tmp_path, lambda text: None)
+    engines = tmp_path / "engines"
+    engines.mkdir()
+    path, noise = noise_frontend(tmp_path / "front.onnx", [record], 0.1, KEYS, engines, lambda text: None)
     good = path.read_bytes()
     (path if harm == "model" else path.with_suffix(".json")).write_bytes(b"torn")
-    assert noise_frontend(tmp_path / "front.onnx", [record], 0.1, KEYS, tmp_path, lambda text: None) == (path, noise)
+    assert noise_frontend(tmp_path / "front.onnx", [record], 0.1, KEYS, engines, lambda text: None) == (path, noise)
     assert path.read_bytes() == good
 
 

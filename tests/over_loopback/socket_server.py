@@ -1,4 +1,4 @@
-"""A scripted server on real sockets: contract.session behind websockets, with or without TLS, and made-up certificates."""
+"""A scripted server on real sockets: contract.session behind websockets, with or without TLS; made-up certificates."""
 
 from __future__ import annotations
 
