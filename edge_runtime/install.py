@@ -264,7 +264,7 @@ def point_current(packages: Path, name: str) -> None:
 
 
 def shed_others(packages: Path, name: str) -> None:
-    """Of packages that are no longer current only the manifests stay, against rollback: frontends can fill a small card."""
+    """Of packages that are not current only the manifests stay, against rollback: frontends can fill a small card."""
     for manifest in packages.glob(f"*/{MANIFEST_NAME}"):
         if manifest.parent.name != name and not manifest.parent.is_symlink():
             for file in manifest.parent.iterdir():

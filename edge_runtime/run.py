@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from contract.console import Progress, progress
 from contract.errors import ConfigError
@@ -100,16 +100,17 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     for stage in ("upload", "predict"):
         stages.end(stage)
     await settle_worker(delivery)
-    predictions = None
+    report = make_report(equipment, conduct, client, outcome)
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
         if conduct.welcome is not None and is_outdated(conduct.welcome, equipment.worker, spool):
             say("images or settings changed since their upload: the changes are not part of the server's run")
     if outcome.reason != "stopped" and window is not None:
         predictions = name_classes(equipment, conduct, window)
-    elif outcome.reason != "stopped":
+        return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
+    if outcome.reason != "stopped":
         equipment.remember_site()
-    return make_report(equipment, conduct, client, outcome, predictions)
+    return report
 
 
 def draws_of(config: DeviceConfig) -> Callable[[], str | None]:
@@ -171,10 +172,8 @@ def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> 
     return predict(window.scores, equipment.dataset, equipment.wire_labels, head)
 
 
-def make_report(
-    equipment: Equipment, conduct: Conduct, client: Client, outcome: Outcome, predictions: list[Prediction] | None
-) -> Report:
-    """Everything that is known at the end."""
+def make_report(equipment: Equipment, conduct: Conduct, client: Client, outcome: Outcome) -> Report:
+    """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
     dataset, welcome = equipment.dataset, conduct.welcome
     energy_j, reason = total_energy(costs, equipment.stages.energy_reason())
@@ -210,8 +209,6 @@ def make_report(
         package_version=manifest.version,
         package_digest=equipment.installed.digest.hex(),
         peak_rss_mb=peak_rss_mb(),
-        predictions=None if predictions is None else tuple(predictions),
-        accuracy=None if predictions is None else accuracy(predictions, dataset),
     )
 
 

@@ -21,7 +21,7 @@ from contract.console import progress, say
 from contract.keyed_noise import derive_key
 from contract.onnx_weights import noised_onnx
 from exporter.channel import WireChannel
-from exporter.few_shot import FewShotRates, FewShotSettings, choose_rates, default_rates, hold_out
+from exporter.few_shot import FewShotRates, FewShotSettings, choose_rates, default_rates, hold_out, turned
 from exporter.frontend_file import FrontendFile
 from exporter.models import Facts
 from exporter.plan import ExportPlan, Limits
@@ -239,7 +239,25 @@ def _choose_rates(
     inside = np.isin(tokens.labels, kept)
     rows = np.flatnonzero(inside)
     tune(model, tokens, rows, kept, channel, bench.tuning, rng, bench.device, "Tuning without the held-out classes")
-    return choose_rates(model.backend, tokens, np.flatnonzero(~inside), release, 0, bench.few_shot, rng, bench.device)
+    tasks = _turned_tokens(bench, np.flatnonzero(~inside), rng)
+    return choose_rates(model.backend, tasks, release, 0, bench.few_shot, rng, bench.device)
+
+
+def _turned_tokens(bench: Bench, rows: NDArray[np.int64], rng: np.random.Generator) -> TokenSet:
+    """Tokens of held-out images (rows of the tuning part) in every turn; class and turn together make a label."""
+    indices = bench.parts.tuning[rows]
+    labels = bench.public.labels[indices]
+    most = bench.few_shot.shots + bench.few_shot.queries
+    chosen = np.concatenate([rng.permutation(indices[labels == label])[:most] for label in np.unique(labels)])
+    session = open_session(bench.file.data, bench.threads)
+    parts: list[list[NDArray[np.float16]]] = []
+    with progress(total=len(chosen), description="Tokens of turned held-out images", unit="images") as bar:
+        for batch in bench.public.batches(chosen, bench.limits.batch):
+            parts.append([run_tokens(session, images).astype(np.float16) for images in turned(batch)])
+            bar.update(len(batch))
+    turns = [np.concatenate(turn) for turn in zip(*parts, strict=True)]  # each (n, T, d)
+    numbers = [bench.public.labels[chosen] * len(turns) + turn for turn in range(len(turns))]
+    return TokenSet((np.concatenate(turns),), np.concatenate(numbers))
 
 
 def _state(backend: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,16 @@ from contract import tokens as law
 from contract.errors import TrainingError
 from contract.tokens import TokenLayout
 from exporter.channel import WireChannel
-from exporter.few_shot import DEFAULT_BACKEND_LR, FewShotSettings, choose_rates, default_rates, draw_episode, hold_out
+from exporter.few_shot import (
+    DEFAULT_BACKEND_LR,
+    FewShotSettings,
+    choose_rates,
+    count_episodes,
+    default_rates,
+    draw_episode,
+    hold_out,
+    turned,
+)
 from exporter.statistics import PublicTokens, TokenMoments
 from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
 
@@ -162,7 +171,7 @@ def test_a_linear_head_is_a_copy() -> None:
 
 
 SMALL = FewShotSettings(
-    backend_lrs=(1e-5, 1e-2), head_lrs=(1e-3, 3e-2), episodes=2, ways=2, shots=5, queries=8, epochs=6
+    backend_lrs=(1e-5, 1e-2), head_lrs=(1e-3, 3e-2), episodes_most=2, ways=2, shots=5, queries=8, epochs=6
 )
 
 
@@ -176,8 +185,7 @@ def test_held_out_classes_are_a_quarter_and_at_least_two() -> None:
 
 def test_an_episode_has_disjoint_support_and_query_of_the_held_out_classes() -> None:
     tokens = _tokens(10)
-    rows = np.flatnonzero(tokens.labels >= 3)
-    episode = draw_episode(tokens, rows, _channel(tokens, 0.0), 0, SMALL, np.random.default_rng(0), "cpu")
+    episode = draw_episode(tokens, _channel(tokens, 0.0), 0, SMALL, np.random.default_rng(0), "cpu")
     assert episode.support.shape == (10, 5, 8) and episode.query.shape == (10, 5, 8)
     assert episode.support_labels.bincount().tolist() == [5, 5]
     distance = torch.cdist(episode.support.flatten(1), episode.query.flatten(1))
@@ -186,16 +194,33 @@ def test_an_episode_has_disjoint_support_and_query_of_the_held_out_classes() -> 
 
 def test_rates_are_the_best_of_the_table_and_the_backend_stays_as_it_was() -> None:
     tokens = _tokens(13)
-    rows = np.flatnonzero(tokens.labels >= 3)
     backend = MeanBackend()
     before = backend.mix.weight.clone()
     rng = np.random.default_rng(0)
-    rates = choose_rates(backend, tokens, rows, _channel(tokens, 0.25), 0, SMALL, rng, "cpu")
+    rates = choose_rates(backend, tokens, _channel(tokens, 0.25), 0, SMALL, rng, "cpu")
     assert len(rates.table) == 3
     best = max(trial.accuracy for trial in rates.table)
     chosen = next(t for t in rates.table if (t.backend_lr, t.head_lr) == (rates.backend_lr, rates.head_lr))
     assert chosen.accuracy == best and best > 0.6
     torch.testing.assert_close(backend.mix.weight, before, rtol=0, atol=0)
+
+
+def test_small_backends_get_more_episodes_and_large_ones_the_least() -> None:
+    settings = FewShotSettings()
+    assert count_episodes(nn.Linear(8, 8), 17, settings) == settings.episodes_most
+    with torch.device("meta"):
+        large = nn.Linear(10_000, 10_000)
+    assert count_episodes(large, 197, settings) == settings.episodes_least
+
+
+@pytest.mark.parametrize("shape, turns", [((2, 3, 6, 6), 3), ((2, 3, 4, 6), 2)])
+def test_turned_pictures_keep_their_shape_and_all_differ(shape: tuple[int, ...], turns: int) -> None:
+    images = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    pictures = [images, *turned(images)]
+    assert len(pictures) == turns + 1
+    assert all(picture.shape == shape for picture in pictures)
+    assert all((a != b).any() for i, a in enumerate(pictures) for b in pictures[:i])
+    assert all(np.array_equal(np.sort(picture, axis=None), np.sort(images, axis=None)) for picture in pictures)
 
 
 def test_default_rates_say_why() -> None:

@@ -22,7 +22,7 @@ MODEL = "vit_tiny_patch16_224"
 ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 4}
 SHAPE = (3, 32, 32)
 LIMITS = Limits(calibration_images=16, statistics_images=40, evaluation_images=40)
-QUICK_TASKS = FewShotSettings(episodes=1, epochs=8)
+QUICK_TASKS = FewShotSettings(episodes_most=1, episodes_least=1, epochs=8)
 COLOURS = ((220, 60, 60), (60, 200, 60), (60, 60, 220), (210, 210, 60))
 
 
