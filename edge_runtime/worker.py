@@ -67,7 +67,7 @@ class Upload:
 
 @dataclass
 class Counters:
-    """What was done so far: steps of any kind, and what went out; payload is the arrays of the feature messages."""
+    """What was done so far. Payload is features and sources; ids, labels and framing count as bytes on the wire."""
 
     steps: int = 0
     images: int = 0
@@ -191,10 +191,10 @@ class Worker:
         self._ledger.check(ids, self._release(upload), self._bench.max_releases)
 
     def _count(self, message: Features, saturated: int) -> None:
-        arrays = (message.sample_ids, message.codes, message.sources, message.labels)
+        sources_bytes = 0 if message.sources is None else message.sources.nbytes
         self.counters.steps += 1
         self.counters.images += len(message.codes)
-        self.counters.payload_bytes += sum(array.nbytes for array in arrays if array is not None)
+        self.counters.payload_bytes += message.codes.nbytes + sources_bytes
         self.counters.codes += message.codes.size
         self.counters.saturated += saturated
 

@@ -68,9 +68,7 @@ class Hub(Protocol):
 class Connection:
     """One device, from its first frame to its last."""
 
-    def __init__(
-        self, socket: Socket, admission: Admission, expected: Expected, store: Store, hub: Hub
-    ) -> None:
+    def __init__(self, socket: Socket, admission: Admission, expected: Expected, store: Store, hub: Hub) -> None:
         self._socket = socket
         self._admission = admission
         self._expected = expected

@@ -25,12 +25,12 @@ _STOP_S = 5.0  # between asking it to stop and killing it; its files are whole a
 
 def environment(threads: int) -> dict[str, str]:
     """Environment of a torch process whose results repeat: thread counts and cuBLAS's workspace must be set before it
-    starts."""
+    starts. Its idle threads sleep unless told otherwise: spinning ones would slow a shared machine down."""
     package_root = str(Path(__file__).resolve().parent.parent)
     path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     fixed = dict.fromkeys(names, str(threads)) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return dict(os.environ) | fixed | {"PYTHONPATH": os.pathsep.join(path)}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ) | fixed | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 class TorchChild:

@@ -1,7 +1,7 @@
 """A small real deployment for tests: keys, image folders, a signed INT8 package and its backend.
 
-Run as `python -m tests.make_package FOLDER`; the torch-free environments test against what it leaves there. Pictures are
-drawn here: stripes whose direction and colour make the class.
+Run as `python -m tests.make_package FOLDER`; the torch-free environments test against what it leaves there. Pictures
+are drawn here: stripes whose direction and colour make the class.
 """
 
 from __future__ import annotations

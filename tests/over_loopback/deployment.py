@@ -59,7 +59,8 @@ class Deployment:
             self.device_bin / "edge-run", "--engine", self.package / "front", "--data", self.package / device / data,
             "--server", f"wss://localhost:{self.port}", "--trust", keys / "publisher.pub", "--ca", keys / "ca.pem",
             "--key", keys / "device.key", "--name", device, "--state", self.root / "state" / device, "--threads", 1,
-            "--site-secret", keys / "site.secret", "--classes", self.package / "classes.txt", "--format", "json", *extra,
+            "--site-secret", keys / "site.secret", "--classes", self.package / "classes.txt",
+            "--format", "json", *extra,
         ]  # fmt: skip
         log = (self.root / f"{device}.log").open("a")
         return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=log, text=True)

@@ -43,9 +43,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     paths = folder / "server.pem", folder / "server.key"
     paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     paths[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return paths
 

@@ -92,9 +92,7 @@ class Memory:
 RULES = Conducting("run", "permuted-label", idle_progress_s=60.0, checkpoint_s=10.0)
 
 
-def conduct(
-    *sites: SiteRun, rules: Conducting = RULES, memory: Memory | None = None
-) -> tuple[Conductor, Memory]:
+def conduct(*sites: SiteRun, rules: Conducting = RULES, memory: Memory | None = None) -> tuple[Conductor, Memory]:
     memory = memory or Memory()
     conductor = Conductor(sites, rules, memory, memory, lambda: memory.now_s)
     conductor.start()
