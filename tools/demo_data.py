@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from contract.console import say
 from contract.errors import DataError, UsageError
 from contract.image_folder import scan
 from contract.images import load_pixels
@@ -86,7 +87,7 @@ def read_into(images: list[Pixels], path: Path, name: str) -> bool:
     try:
         pixels = load_pixels(path, name)
     except DataError as error:
-        print(f"skipped: {error.cause}")
+        say(f"skipped: {error.cause}")
         return False
     picture = Image.fromarray(pixels)
     picture.thumbnail((256, 256), Image.Resampling.BICUBIC)

@@ -20,7 +20,7 @@ REPEATS = 8
 
 
 def uploads(root: Path, package: Package, images: Path, noise: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Dequantized uploads (n, T, d) of REPEATS starts of one device, every second one an inference; and clean tokens."""
+    """Dequantized uploads (n, T, d) of one device started REPEATS times, half of them to infer; and clean tokens."""
     config = write_device(root, package, images, noise=noise, max_releases=2 * REPEATS, alpha=0.0)
     steps = wire_steps(package.manifest.cuts[0].statistics, 1.0)
     received = []
