@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError
+from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError, SignatureError
 from contract.images import normalise
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
 from contract.signature import PublicKey, verify
@@ -76,8 +76,10 @@ def install(
     """
     signed = read_limited(source / MANIFEST_NAME, LIMITS.size_bytes)
     signature = read_limited(source / SIGNATURE_NAME, LIMITS_OF_INSTALL.signature_bytes)
-    verify(signed, signature, trusted)
+    signer = verify(signed, signature, trusted)
     manifest = from_bytes(signed)
+    if manifest.signer != signer:
+        raise SignatureError(f"the manifest names signer {manifest.signer}, the signature is of {signer}", FETCH)
     package_digest = digest(signed)
     refuse_rollback(manifest, package_digest, packages)
     folder = packages / package_digest.hex()

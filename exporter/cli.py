@@ -122,6 +122,8 @@ def make_plan(settings: Resolved, force: bool) -> ExportPlan:
 
 
 def _export(plan: ExportPlan):
+    # Threads that spin while they wait make small steps eight times slower where another program has a core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch takes seconds to import: --help and every mistake on the command line are answered before.
     import torch
 

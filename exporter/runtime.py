@@ -32,6 +32,7 @@ def open_session(model: str | bytes, threads: int, profile_prefix: Path | None =
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it halves the speed on a shared machine
     if _saturates(_CPU_FACTS.read_text() if _CPU_FACTS.exists() else ""):
         options.add_session_config_entry("session.x64quantprecision", "1")
     if profile_prefix is not None:

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from contract import manifest as manifests
 from contract.images import ImageRule, normalise
 from contract.manifest import Cut, EngineNeeds, FileRecord, Manifest, Quantization, TransformRules, WeightRecord
-from contract.signature import generate, key_id, save_private, save_public, sign
+from contract.signature import PrivateKey, generate, key_id, save_private, save_public, sign
 from contract.tokens import Statistics, TokenLayout
 from edge_runtime.config import DeviceConfig, device_config
 from edge_runtime.engines.fake import open_model
@@ -24,7 +24,7 @@ SIZE, GRID, PREFIX, DIM = 16, (2, 2), 1, 8
 LAYOUT = TokenLayout(PREFIX, GRID, DIM)
 INPUTS = 3 * (SIZE // GRID[0]) * (SIZE // GRID[1])  # values of a patch
 IMAGE = ImageRule(SIZE, SIZE, "bicubic", 1.0, "center", (0.5,) * 3, (0.5,) * 3, "white", 1_000_000)
-PUBLISHER = generate()
+PUBLISHER = PrivateKey.from_private_bytes(bytes(range(32)))  # always the same key: digests key the noise
 
 
 def fake_model(delay_s: float = 0.0, seed: int = 0) -> tuple[bytes, WeightRecord]:

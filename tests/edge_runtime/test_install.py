@@ -108,6 +108,16 @@ def test_the_signature_is_checked_before_the_meaning(package: Package, packages:
         put(package.folder, packages)
 
 
+def test_a_manifest_signed_by_another_trusted_key_than_it_names_is_refused(package: Package, packages: Path) -> None:
+    other = generate()
+    (package.folder / "manifest.sig").write_bytes(sign(other, (package.folder / "manifest.json").read_bytes()))
+    packages.mkdir()
+    trusted = {**TRUSTED, key_id(other.public_key()): other.public_key()}
+    with pytest.raises(SignatureError, match="names signer"):
+        install(package.folder, packages, trusted, lambda path: open_engine("fake", path, 1), lambda text: None)
+    assert names(packages) == set()
+
+
 def test_an_older_version_is_refused_and_a_newer_one_swapped_in(tmp_path: Path, packages: Path) -> None:
     second = write_package(tmp_path / "second", version=2)
     first = write_package(tmp_path / "first", version=1)

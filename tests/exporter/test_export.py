@@ -141,7 +141,7 @@ def test_tuning_on_labelled_pictures_ends_in_figures_and_rates(
     assert figures["evaluation_images"] == 19 and figures["tuning_images"] == 77
     assert figures["top1"]["float32"] > 0.5 and figures["top1"]["tuned_noisy"] is not None
     few_shot = json.loads((backend_path(tmp_path / "front") / "few_shot.json").read_text())
-    assert len(few_shot["table"]) == 6 and few_shot["backend_lr"] == figures["backend_lr"]
+    assert len(few_shot["table"]) == 7 and few_shot["backend_lr"] == figures["backend_lr"]
     table = tomllib.loads((backend_path(tmp_path / "front") / "public.toml").read_text())
     assert table["classes"] == ["class0", "class1", "class2", "class3"]
     assert len(table["tuned_on"]) == 77 and not set(table["tuned_on"]) & set(table["held_out"])

@@ -29,7 +29,9 @@ def uploaded_samples(root: Path) -> list[tuple[str, int]]:
     """(device, samples stored) of the newest run."""
     state = max(root.glob("runs/*/state.sqlite"), key=os.path.getmtime)
     with sqlite3.connect(f"file:{state}?mode=ro", uri=True) as ledger:
-        return ledger.execute("SELECT device, SUM(rows) FROM uploads GROUP BY device ORDER BY device").fetchall()
+        return ledger.execute(
+            "SELECT device, SUM(rows) FROM uploads WHERE split = 'train' GROUP BY device ORDER BY device"
+        ).fetchall()
 
 
 @pytest.mark.parametrize("device_bin", DEVICE_BINS, ids=lambda path: path.parent.name)
