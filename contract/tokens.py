@@ -139,17 +139,22 @@ def retrieval_sources(
         EngineError: a token is not finite.
     """
     count, positions, _ = features.shape
-    if count > SOURCES_MAX:
-        raise DataError(
-            f"patch retrieval takes at most {SOURCES_MAX} images, found {count}",
-            "split the images over several devices or runs",
-        )
+    check_source_count(count)
     sources = np.zeros((count, positions), np.uint16)
     for position in range(positions if count > 1 else 0):
         sources[:, position] = _nearest_others(_unit_rows(features[:, position]))
         if on_progress is not None:
             on_progress(1)
     return sources
+
+
+def check_source_count(count: int) -> None:
+    """Raises: DataError when `count` images are more than source indices can tell apart."""
+    if count > SOURCES_MAX:
+        raise DataError(
+            f"patch retrieval takes at most {SOURCES_MAX} images, found {count}",
+            "split the images over several devices or runs",
+        )
 
 
 def _unit_rows(tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -140,6 +140,8 @@ class Conduct:
             case Refuse():
                 raise refused(message)
             case Ask():
+                if self._purpose == "infer":  # its answers would show labels of images that are only to be predicted
+                    raise refusal(f"ask {message.ask}", "none while predicting", message.kind, "update the server")
                 check_ask(message, self._terms)
                 if message.ask != self._working_on:  # asked again on a new connection, while the work goes on
                     self._working_on = message.ask

@@ -9,7 +9,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from contract.codec import encode
 from contract.errors import DataError
@@ -39,7 +39,8 @@ class UploadNote:
 
 
 def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_draw: Callable[[], str | None]) -> Upload:
-    """Where an upload begins: at its first batch, or behind those that the spool or the server has.
+    """Where an upload begins: at its first batch, behind those that the spool or the server has, or again at the first
+    when the server had all of them and asks nevertheless.
 
     `new_draw` names the noise of a new upload (None: keyed). The plan is durable when this returns.
     Raises: DataError when the upload was begun with other images or settings.
@@ -57,6 +58,11 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
             f"the upload {ask.ask} was begun with other images or settings ({done} batches of it are on their way)",
             "put the images and settings back as they were, or let the server start a new run",
         )
+    batches = -(-len(worker.samples) // worker.batch_size(upload))
+    if spool.acknowledged >= note.first_seq + batches - 1:
+        # The server had it all and asks again: it has lost a part since. The same batches go out under new numbers.
+        spool.annotate(json.dumps(asdict(note) | {"first_seq": spool.next_seq}))
+        return replace(upload, first_batch=0)
     if spool.next_seq < note.first_seq:
         # A damaged spool lost frames in front of this upload, so its numbers begin earlier.
         spool.annotate(json.dumps(asdict(note) | {"first_seq": spool.next_seq}))

@@ -199,7 +199,8 @@ def make_report(equipment: Equipment, conduct: Conduct, client: Client, outcome:
         engine_fallback=equipment.choice.fallback_reason,
         threads=equipment.engine.threads,
         int8_layers=equipment.engine.int8_layers,
-        linear_layers=len(equipment.installed.cut.weights) + len(manifest.quantization.float_weights),
+        linear_layers=sum(len(each.shape) == 2 for each in equipment.installed.cut.weights)
+        + len(manifest.quantization.float_weights),
         golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,
         kappa=welcome.kappa if welcome else None,

@@ -149,9 +149,8 @@ class Spool:
     def acknowledge(self, seq: int) -> None:
         """The server holds everything up to `seq`: forget it, and delete the segments that are done."""
         with self._lock:
-            for done in range(self.acknowledged + 1, seq + 1):
-                place = self._places.pop(done, None)
-                self.pending_bytes -= place.size if place else 0
+            for done in [known for known in self._places if known <= seq]:  # never by counting up to a number given
+                self.pending_bytes -= self._places.pop(done).size
             self.acknowledged = max(self.acknowledged, seq)
             self.next_seq = max(self.next_seq, seq + 1)
             self._drop_finished_segments()

@@ -97,7 +97,7 @@ def check_welcome(welcome: Welcome, terms: Terms) -> None:
 
 def check_kappa(kappa: float, terms: Terms) -> None:
     """Raises: RefusedError when the noise is below this device's floor or above what the package was trained for."""
-    if kappa < terms.kappa_floor and not math.isclose(kappa, terms.kappa_floor):
+    if not (kappa >= terms.kappa_floor or math.isclose(kappa, terms.kappa_floor)):  # NaN is refused as well
         raise refusal(
             "kappa",
             f"at least {terms.kappa_floor} (this device's floor)",

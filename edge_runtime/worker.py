@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from contract.console import Progress
 from contract.manifest import Cut
 from contract.messages import Ask, Features, Message
+from contract.tokens import check_source_count
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
@@ -120,6 +121,7 @@ class Worker:
         total, layout = len(self.samples), self._bench.cut.tokens
         if upload.first_batch * self.batch_size(upload) >= total:
             return
+        check_source_count(total)  # before hours of extraction, not after
         self._check_releases(upload)
         path = self._bench.features / FEATURES_NAME
         try:

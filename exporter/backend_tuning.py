@@ -177,11 +177,16 @@ def _extract_noisy(
     bench: Bench, indices: NDArray[np.int64], number: int, rng: np.random.Generator
 ) -> NDArray[np.float16]:
     """Tokens from a frontend with the weight noise of some device: one more random secret."""
+    return _extract(bench, open_session(_noised(bench, rng), bench.threads), indices, f"noisy frontend {number}")
+
+
+def _noised(bench: Bench, rng: np.random.Generator) -> bytes:
+    """The frontend as some device runs it."""
     secret = rng.bytes(32)
     data, _, _ = noised_onnx(
         bench.file.data, bench.file.records, bench.plan.alpha, lambda name: derive_key(secret, "weights", name)
     )
-    return _extract(bench, open_session(bytes(data), bench.threads), indices, f"noisy frontend {number}")
+    return bytes(data)
 
 
 def _noisy_frontends(bench: Bench) -> int:
@@ -244,12 +249,16 @@ def _choose_rates(
 
 
 def _turned_tokens(bench: Bench, rows: NDArray[np.int64], rng: np.random.Generator) -> TokenSet:
-    """Tokens of held-out images (rows of the tuning part) in every turn; class and turn together make a label."""
+    """Tokens of held-out images (rows of the tuning part) in every turn, from a frontend noised as on some device.
+
+    Class and turn together make a label.
+    """
     indices = bench.parts.tuning[rows]
     labels = bench.public.labels[indices]
     most = bench.few_shot.shots + bench.few_shot.queries
     chosen = np.concatenate([rng.permutation(indices[labels == label])[:most] for label in np.unique(labels)])
-    session = open_session(bench.file.data, bench.threads)
+    data = _noised(bench, rng) if _noisy_frontends(bench) else bench.file.data
+    session = open_session(data, bench.threads)
     parts: list[list[NDArray[np.float16]]] = []
     with progress(total=len(chosen), description="Tokens of turned held-out images", unit="images") as bar:
         for batch in bench.public.batches(chosen, bench.limits.batch):

@@ -119,8 +119,10 @@ class Conductor:
         elif site.pending and device in site.pending.missing:
             site.pending.progress_s[device] = self._clock()
             self._ask(site, site.pending, device)
+        elif site.failure is not None:  # a device that came to predict would wait for ever
+            self._say_bye(site, device, FAILED)
         elif purpose == "adapt" and site.over:
-            self._say_bye(site, device, DONE if site.ended else FAILED)
+            self._say_bye(site, device, DONE)
         elif purpose == "adapt" and self._rules.label_mode == "permuted-label":
             self._say_bye(site, device, COLLECTED)
 
@@ -253,7 +255,7 @@ class Conductor:
 
     def _let_go(self, site: SiteRun, reason: str) -> None:
         for device in site.devices:
-            if self._present.get(device) == "adapt":
+            if self._present.get(device) == "adapt" or (reason == FAILED and device in self._present):
                 self._say_bye(site, device, reason)
 
     def _say_bye(self, site: SiteRun, device: str, reason: str) -> None:

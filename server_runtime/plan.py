@@ -32,7 +32,7 @@ FIELDS = (
     Field("label_mode", str, "permuted-label", "where labels stay: " + ", ".join(LABEL_MODES)),
     Field("kappa", float, None, "feature noise in standard deviations per channel; default: the package's"),
     Field("epochs", int, 100, "passes over a site's images"),
-    Field("augmentations", int, 8, "patch-retrieval runs per image; 0 trains without"),
+    Field("augmentations", int, 64, "patch-retrieval runs per image, one drawn each epoch; 0 trains without"),
     Field("replaced", float, 0.25, "share of an image's patches that a run replaces"),
     Field("seed", int, 0, "seed of the head, the order of training and the augmentations"),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),

@@ -298,6 +298,8 @@ class Server:
         elif frame.kind == pipe.FAILED:
             error = TrainingError(str(frame.values["cause"]), str(frame.values["cure"]))
             self.outcome.failed[frame.site] = error
+            lost = self._job.roster.sites[frame.site]  # their predictions will never be answered
+            self._requests = {request for request in self._requests if request[0] not in lost}
             self._say(f"site {frame.site}: training failed: {error.cause}\n  cure: {error.cure}")
             self._check_done()
 

@@ -513,3 +513,33 @@ def test_scores_of_two_runs_are_never_mixed(tmp_path: Path, package: Package, im
     with pytest.raises(RefusedError, match="run: here run-1, there run-2"):
         line.run()
     line.close()
+
+
+@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient", "client-head"])
+def test_a_server_may_ask_nothing_of_a_device_that_only_predicts(
+    tmp_path: Path, package: Package, images: Path, mode: str
+) -> None:
+    names = tmp_path / "classes.txt"
+    names.write_text("\n".join(sorted(COUNTS)) + "\n")
+    config = write_device(tmp_path, package, images, label_mode=mode, classes=names)
+    line = collecting(Line(tmp_path, config, package, "infer"))
+    with pytest.raises(RefusedError, match="none while predicting"):
+        line.run()
+    line.close()
+    assert all(batch.labels is None and batch.sources is None for batch in line.server.stored.values())
+
+
+def test_a_server_that_lost_what_it_acknowledged_gets_it_again(tmp_path: Path, package: Package, images: Path) -> None:
+    config = write_device(tmp_path, package, images)
+    first = collecting(Line(tmp_path, config, package))
+    first.run()
+    first.close()
+    held = dict(first.server.stored)
+    again = Line(tmp_path, config, package)
+    again.server = first.server  # it knows the session and its last number, and has lost the batches
+    first.server.stored.clear()
+    again.run()
+    assert again.server.stored.keys() == held.keys()
+    for key, batch in again.server.stored.items():
+        assert (batch.codes == held[key].codes).all()
+    again.close()

@@ -161,3 +161,10 @@ def test_kill_9_a_hundred_times_never_leaves_an_unreadable_state(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert "100 kills" in done.stdout
+
+
+def test_a_huge_number_from_a_hostile_server_takes_no_time(tmp_path: Path) -> None:
+    spool = begun(tmp_path)
+    spool.append(bytes(60), durable=True)
+    spool.acknowledge(2**62)  # counting up to it would never end
+    assert spool.pending_bytes == 0

@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import RefusedError
 from contract.messages import ASK_KINDS, Ask
-from edge_runtime.terms import ASKS_OF_MODE, Terms, check_ask, device_terms
+from edge_runtime.terms import ASKS_OF_MODE, Terms, check_ask, check_kappa, device_terms
 from tests.edge_runtime.fake_package import Package, write_device, write_package
 
 
@@ -61,3 +61,8 @@ def test_each_mode_allows_its_own_asks_and_no_other(tmp_path: Path, package: Pac
     else:
         with pytest.raises(RefusedError, match=kind):
             check_ask(ask, agreed)
+
+
+def test_noise_that_is_no_number_is_below_every_floor(tmp_path: Path, package: Package) -> None:
+    with pytest.raises(RefusedError, match="kappa"):
+        check_kappa(float("nan"), terms(tmp_path, package))

@@ -88,7 +88,7 @@ def test_show_config_says_where_each_value_comes_from(
     assert run(words, "--show-config") == 0
     shown = capsys.readouterr().out
     for line in ("epochs = 7  # [server] epochs in cutlayer.toml", "seed = 5  # CUTLAYER_SERVER_SEED",
-                 "augmentations = 8  # default", 'listen = "127.0.0.1:0"  # --listen'):  # fmt: skip
+                 "augmentations = 64  # default", 'listen = "127.0.0.1:0"  # --listen'):  # fmt: skip
         assert line in shown
 
 

@@ -299,6 +299,8 @@ def test_a_site_that_fails_is_told_and_the_others_go_on() -> None:
     failed = [frame for frame in memory.frames if frame.kind == pipe.FAILED]
     assert [(frame.site, frame.values["cause"]) for frame in failed] == [("clinic", "the loss is nan in epoch 1")]
     assert ("a", Bye("failed", False)) in memory.taken()
+    conductor.feed(join("a", "infer"))  # one that comes to predict later would wait for ever
+    assert ("a", Bye("failed", False)) in memory.taken()
 
 
 def test_a_stop_is_noticed() -> None:
