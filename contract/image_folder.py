@@ -141,9 +141,11 @@ def _leads_above(folder: Path, root: Path, ignored: list[str]) -> bool:
 
 def _class_list(classes: Sequence[str]) -> tuple[str, ...]:
     names = tuple(unicodedata.normalize("NFC", name) for name in classes)
-    for number, name in enumerate(names):
-        if name in names[:number]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise DataError(f"a class list must name each class once, found {name!r} twice", "remove one of them")
+        seen.add(name)
     return names
 
 
@@ -162,5 +164,6 @@ def _image_file(path: Path, root: Path, class_index: int | None) -> ImageFile:
 
 
 def _text(name: str) -> str:
-    """A file name as printable NFC; bytes that are no UTF-8 come out as backslash escapes."""
-    return unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "backslashreplace"))
+    """A file name as printable NFC: bytes that are no UTF-8, and control characters, come out as backslash escapes."""
+    text = unicodedata.normalize("NFC", os.fsencode(name).decode("utf-8", "backslashreplace"))
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

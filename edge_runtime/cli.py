@@ -66,14 +66,23 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if arguments.show_config:
         print(resolved.show())
         return 0
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise UsageError(f"there is no folder {arguments.output.parent} for the report", "correct -o before the run")
+    check_output(arguments.output)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
+
+
+def check_output(output: Path | None) -> None:
+    """Before the run, which may take hours. Raises: UsageError."""
+    if output is None:
+        return
+    if output.is_dir() or not output.name:
+        raise UsageError(f"-o should name a file for the report, {str(output)!r} is a folder", "correct -o")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no folder {output.parent} for the report", "correct -o, or make the folder")
 
 
 def print_report(report: Report, form: str, output: Path | None) -> None:
@@ -86,12 +95,16 @@ def print_report(report: Report, form: str, output: Path | None) -> None:
             print(to_csv(report) if form == "csv" else to_table(report), end="")
     if output is None:
         sys.stdout.write(text.getvalue())
+    elif output.exists() and not output.is_file():  # a pipe or a device is written to, never replaced
+        output.write_text(text.getvalue(), encoding="utf-8")
     else:
-        write_durably(output, text.getvalue().encode(), mode=0o644)
+        write_durably(output.resolve(), text.getvalue().encode(), mode=0o644)  # a link keeps its place
 
 
 def main() -> int:
     """Entry point of edge-run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
     code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
     if workers_left():
         sys.stderr.flush()  # stdout was flushed above

@@ -70,10 +70,13 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
 
 
 def is_outdated(welcome: Welcome, worker: Worker, spool: Spool) -> bool:
-    """Whether the images or settings are others than those of the upload that the server took."""
+    """Whether the upload that the server took may be of other images or settings than those here.
+
+    A state without a record of it is such a case: another machine under this name, or a state that was lost.
+    """
     note = read_note(spool)
     if note is None:
-        return False
+        return True
     upload = Upload(note.ask, "train", note.kappa, welcome.frame_bytes, 0, note.fresh)
     return worker.fingerprint(upload) != note.fingerprint
 

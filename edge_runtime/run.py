@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from contract.console import Progress, progress
 from contract.errors import ConfigError
 from edge_runtime.client import Client, Endpoint, tls_context
-from edge_runtime.conduct import Conduct, Outcome
+from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
@@ -103,8 +103,12 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     report = make_report(equipment, conduct, client, outcome)
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
-        if conduct.welcome is not None and is_outdated(conduct.welcome, equipment.worker, spool):
-            say("images or settings changed since their upload: the changes are not part of the server's run")
+    welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
+    if welcome is not None and is_outdated(welcome, equipment.worker, spool):
+        say(
+            "warning: the server's run goes on with what was uploaded before under this device's name; "
+            "the images or settings here are not the same, or this state has no record of that upload"
+        )
     if outcome.reason != "stopped" and window is not None:
         predictions = name_classes(equipment, conduct, window)
         return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))

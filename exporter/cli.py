@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import signal
 import sys
@@ -109,6 +110,13 @@ def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:
             table[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             table[key] = value
+        try:
+            json.dumps(table[key])  # it is stored with the backend, and a server builds the model from it
+        except TypeError as error:
+            raise UsageError(
+                f"--model-arg {key} should be numbers, texts, lists or tables of them, found {value}",
+                "write for example: --model-arg img_size=32",
+            ) from error
     return table or None
 
 

@@ -174,7 +174,9 @@ class Server:
             ) from error
 
     async def _converse(self, device: ServerConnection, binding: bytes) -> None:
-        await self._ready.wait()
+        await self._first_of(self._ready, self._stop)
+        if self._stop.is_set():  # stopped while torch was loading: nobody may keep the socket server open
+            return
         if len(self._open) >= self._limits.connections:
             await device.close(1013, "too many connections, try again later")
             return

@@ -165,3 +165,17 @@ def test_a_pipe_with_an_image_name_is_passed_over(tmp_path: Path) -> None:
     make(tmp_path, ["a/1.png"])
     os.mkfifo(tmp_path / "a" / "2.png")
     assert listed(scan(tmp_path, None)) == [("a/1.png", 0)]
+
+
+def test_control_characters_of_a_name_reach_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "esc\x1b]0;x\x07\n.png").write_bytes(b"")
+    (image,) = scan(tmp_path, None).images
+    assert image.relative == "esc\\x1b]0;x\\x07\\n.png"
+    assert image.path.exists()
+
+
+def test_a_long_class_list_is_quick(tmp_path: Path) -> None:
+    (tmp_path / "99999").mkdir()
+    (tmp_path / "99999" / "a.png").write_bytes(b"")
+    folder = scan(tmp_path, [str(number) for number in range(100_000)])
+    assert folder.images[0].class_index == 99_999

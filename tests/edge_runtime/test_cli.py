@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import UsageError
-from edge_runtime.cli import edge_run, parser, print_report
+from edge_runtime.cli import check_output, edge_run, parser, print_report
 from edge_runtime.config import FIELDS
 from edge_runtime.predictions import Prediction
 from edge_runtime.report import Report, to_csv, to_table
@@ -179,3 +180,27 @@ def test_a_report_that_could_not_be_written_is_told_before_the_run(tmp_path: Pat
     arguments = parser().parse_args([*flags, "-o", str(tmp_path / "none" / "report.json")])
     with pytest.raises(UsageError, match="no folder .*none"):
         edge_run(arguments, {}, tmp_path)
+
+
+@pytest.mark.parametrize("output", [".", "", "no/such/folder/report.json"])
+def test_a_report_that_could_not_be_written_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="report"):
+        check_output(Path(output))
+
+
+def test_a_report_follows_a_link_and_leaves_a_pipe_a_pipe(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    print_report(REPORT, "json", link)
+    assert link.is_symlink() and '"kind": "edge-run"' in target.read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    print_report(REPORT, "json", pipe)
+    assert b'"kind": "edge-run"' in os.read(reader, 1 << 16)
+    os.close(reader)
+    assert pipe.is_fifo()

@@ -220,6 +220,7 @@ def test_flags_environment_and_file_are_merged_and_shown(
         (["-o", "front"], 2, "model is not set"),
         (["--model", "m", "-o", "front", "--tune", "nois-aware"], 2, "noise-aware"),
         (["--model", "m", "-o", "front", "--model-arg", "img_size"], 2, "KEY=VALUE"),
+        (["--model", "m", "-o", "front", "--model-arg", "patch_size={1,2}"], 2, "numbers, texts, lists"),
         (["--model", "vit_tinny_patch16_224", "-o", "front", "--tune", "none"], 2, "vit_tiny_patch16_224"),
         (["--model", "resnet18", "-o", "front", "--tune", "none"], 3, "ResNet"),
         (["--model", "vit_tiny_patch16_224", "-o", "front", "--signing-key", "absent.pem"], 2, "absent.pem"),
