@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +103,10 @@ def drop_leftovers(state: State) -> None:
     places = (state.root, *(entry for entry in state.root.iterdir() if entry.is_dir()))
     leftovers = [file for place in places for file in place.glob(f"*{PARTIAL_SUFFIX}")]
     for leftover in (*leftovers, *state.features.iterdir()):
-        leftover.unlink(missing_ok=True)
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)  # nothing of ours is a folder there, and a stray one must not stop the start
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

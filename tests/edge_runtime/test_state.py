@@ -64,3 +64,11 @@ def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path: Path) -> 
     with pytest.raises(DeviceError, match="cannot be written"):
         write_durably(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_a_stray_folder_among_the_leftovers_does_not_stop_the_start(tmp_path: Path) -> None:
+    open_state(tmp_path).close()
+    (tmp_path / "features" / "stray").mkdir()
+    (tmp_path / "identity" / "d.partial").mkdir()
+    open_state(tmp_path).close()
+    assert not (tmp_path / "features" / "stray").exists()

@@ -30,7 +30,16 @@ class Deployment:
     port: int = 0
 
     def start_server(self, *extra: object, strategy: str = "split_adaptation") -> subprocess.Popen[str]:
-        """A server that is listening; `url` is set. A restarted one takes the port that its devices know."""
+        """A server that is listening; `port` is set. A restarted one takes the port that its devices know."""
+        server = self.launch_server(*extra, strategy=strategy)
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("listening on "), (self.root / "server.log").read_text()
+        self.port = int(line.rsplit(":", 1)[1])
+        return server
+
+    def launch_server(self, *extra: object, strategy: str = "split_adaptation") -> subprocess.Popen[str]:
+        """A server that has just been started."""
         keys = self.package / "keys"
         words = [
             BIN / "server-run", "--strategy", strategy, "--backend", self.package / "front.backend",
@@ -38,12 +47,7 @@ class Deployment:
             "--certificate", keys / "server.pem", "--certificate-key", keys / "server.key", "--threads", 1, *extra,
         ]  # fmt: skip
         log = (self.root / "server.log").open("a")
-        server = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=log, text=True)
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        assert line.startswith("listening on "), (self.root / "server.log").read_text()
-        self.port = int(line.rsplit(":", 1)[1])
-        return server
+        return subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=log, text=True)
 
     @contextmanager
     def server(self, *extra: object, strategy: str = "split_adaptation") -> Iterator[subprocess.Popen[str]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sqlite3
+import ssl
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from websockets.sync.client import connect
 
 from tests.make_package import DEVICES, MODEL, MODEL_ARGS, PRIVATE_CLASSES
 from tests.over_loopback.deployment import BIN, Deployment, stop, wait_until
@@ -96,6 +100,24 @@ def copy_secrets(source: Path, target: Path, _reports: list) -> None:
         secret = identity / "device_secret"
         secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
         secret.chmod(0o600)
+
+
+def test_de_03_a_server_stops_while_torch_loads_although_a_device_knocks(deployment: Deployment) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        deployment.port = free.getsockname()[1]
+    server = deployment.launch_server()
+    context = ssl.create_default_context(cafile=str(deployment.package / "keys" / "ca.pem"))
+    with ExitStack() as connections:
+
+        def knocks() -> bool:
+            try:
+                connections.enter_context(connect(f"wss://localhost:{deployment.port}", ssl=context))
+            except OSError:
+                return False
+            return True
+
+        wait_until(knocks, "the server's socket")
+        assert stop(server) == 0
 
 
 def test_the_commands_work_as_typed_in_a_configured_folder(deployment: Deployment) -> None:
