@@ -72,9 +72,10 @@ def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_p
     calm, killed = (Deployment(package, root) for root in roots.values())
     options = ("--epochs", EPOCHS, "--label-mode", mode)
     with calm.server(*options, "--exit-when-done") as server:
-        copy_secrets(calm.root, killed.root, calm.run_devices("--label-mode", mode))
+        calm.run_devices("--label-mode", mode)
         assert server.wait(timeout=120) == 0
 
+    copy_secrets(calm.root, killed.root)
     server = killed.start_server(*options, "--exit-when-done")
     first, second = (killed.start_device(device, "--label-mode", mode) for device in DEVICES)
     spool = killed.root / "state" / DEVICES[0] / "spool"
@@ -92,7 +93,7 @@ def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_p
     assert killed.model() == calm.model() != {}
 
 
-def copy_secrets(source: Path, target: Path, _reports: list) -> None:
+def copy_secrets(source: Path, target: Path) -> None:
     """Noise is keyed by each device's own secret: equal runs need equal secrets."""
     for device in DEVICES:
         identity = target / "state" / device / "identity"
