@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from contract.codec import LIMITS as CODEC_LIMITS
 from contract.errors import ConfigError, CutlayerError, ProtocolError, RefusedError, TrainingError, UnreachableError
@@ -29,14 +29,17 @@ from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.reconnect import Backoff, explain
 
+CLOSED_AS_REPLACED = 4000  # the server's close code for an older session of a device
+
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Waits of the socket, in seconds."""
+    """Waits of the socket, in seconds, and how much it puts up with."""
 
     open_s: float = 20.0
     tick_s: float = 0.5
     goodbye_s: float = 3.0
+    replaced: int = 3  # so often may a newer session under this name take over
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Client:
         self._on_tick = on_tick
         self._wake = asyncio.Event()
         self._connected = False
+        self._replaced = 0
         self._status = ""
 
     async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
@@ -99,6 +103,7 @@ class Client:
                 failure = error
             except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
                 failure = error
+                self._note_replaced(error)
             if self._conduct.outcome is not None:
                 return final(self._conduct.outcome)
             if stop.is_set():
@@ -109,12 +114,25 @@ class Client:
         told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
         if once:
             raise UnreachableError(told.cause, told.cure) from failure
-        wait_s = self._backoff.next_wait_s(
-            lasted_s, failure.retry_after_s if isinstance(failure, RefusedError) else None
-        )
+        retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
+        wait_s = self._backoff.next_wait_s(lasted_s, self._conduct.progressed, retry_after_s)
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
+
+    def _note_replaced(self, error: Exception) -> None:
+        """Raises: RefusedError when another program keeps joining under this device's name.
+
+        Once proves nothing: a join of our own that was long under way may arrive after the one that followed it.
+        """
+        if isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code == CLOSED_AS_REPLACED:
+            self._replaced += 1
+        if self._replaced >= self._limits.replaced:
+            raise RefusedError(
+                f"another program joins under this device's name: its sessions replaced ours {self._replaced} times",
+                "stop one of the two, and give each machine a name and a key of its own (edge-run --name)",
+                "replaced",
+            ) from error
 
     async def _unless_stopped(self, connection: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
         """Await a connection's whole life; when stopped, one that stands takes leave by itself, another is dropped."""

@@ -73,6 +73,7 @@ class Conduct:
         self.outcome: Outcome | None = None
         self.server_status = ""
         self.welcome: Welcome | None = None
+        self.progressed = False  # whether this connection brought an acknowledgement, an ask or scores
         self._identity, self._terms, self._purpose = identity, terms, purpose
         self._spool, self._window = spool, window
         self._session = Session(Role.DEVICE, SessionLimits())
@@ -97,6 +98,7 @@ class Conduct:
         # Frames kept in memory only were numbered beyond what a fresh process knows: only later connections can check.
         given_out = self._spool.next_seq if self._connections else INT_MAX
         self._connections += 1
+        self.progressed = False
         self._session = Session(Role.DEVICE, SessionLimits(), next_seq=given_out)
         self._session.send(
             Hello(
@@ -122,8 +124,10 @@ class Conduct:
         orders: list[Order] = []
         for event in self._session.receive(frame, now_s):
             if isinstance(event, Acknowledged):
+                self.progressed = self.progressed or event.seq > self._spool.acknowledged
                 self._spool.acknowledge(event.seq)
                 continue
+            self.progressed = self.progressed or isinstance(event.message, Ask | Scores)
             order = self._take(event.message)
             orders += [order] if order else []
             if event.seq:

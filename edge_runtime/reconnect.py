@@ -22,22 +22,36 @@ class BackoffLimits:
 
     first_s: float = 1.0
     longest_s: float = 300.0
-    healthy_s: float = 60.0  # a connection that lasted so long starts the count anew
+    healthy_s: float = 60.0  # a connection that lasted so long was no failure
+    # A server that is being restarted is back within the minute: until then knocking often costs next to nothing.
+    early_s: float = 60.0
+    early_longest_s: float = 4.0
 
 
 class Backoff:
     """How long to wait before the next attempt."""
 
     def __init__(self, rng: random.Random, limits: BackoffLimits | None = None) -> None:
-        self._rng, self._limits, self._failures = rng, limits or BackoffLimits(), 0
+        self._rng, self._limits = rng, limits or BackoffLimits()
+        self._failures = 0
+        self._outage_s = 0.0  # since the last connection that got anything done
 
-    def next_wait_s(self, lasted_s: float, retry_after_s: float | None) -> float:
-        """Seconds to wait after a connection that lasted `lasted_s`; never less than the server asked for."""
-        if lasted_s >= self._limits.healthy_s:
-            self._failures = 0
-        bound_s = min(self._limits.longest_s, self._limits.first_s * 2.0 ** min(self._failures, 16))
+    def next_wait_s(self, lasted_s: float, progressed: bool, retry_after_s: float | None) -> float:
+        """Seconds to wait after a connection that lasted `lasted_s`; never less than the server asked for.
+
+        One that `progressed`, or held for long, starts the count anew; being let in and dropped at once does not.
+        """
+        limits = self._limits
+        if progressed or lasted_s >= limits.healthy_s:
+            self._failures, self._outage_s = 0, 0.0
+        else:
+            self._outage_s += lasted_s
+        longest_s = limits.early_longest_s if self._outage_s < limits.early_s else limits.longest_s
+        bound_s = min(longest_s, limits.first_s * 2.0 ** min(self._failures, 16))
         self._failures += 1
-        return (retry_after_s or 0.0) + self._rng.uniform(0.0, bound_s)
+        wait_s = (retry_after_s or 0.0) + self._rng.uniform(0.0, bound_s)
+        self._outage_s += wait_s
+        return wait_s
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 
 from contract.console import Progress, progress
-from contract.errors import ConfigError
+from contract.errors import ConfigError, RefusedError
 from edge_runtime.client import Client, Endpoint, tls_context
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import DeviceConfig
@@ -105,9 +105,11 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
         say("the server has everything: this device may be switched off while it trains")
     welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
     if welcome is not None and is_outdated(welcome, equipment.worker, spool):
-        say(
-            "warning: the server's run goes on with what was uploaded before under this device's name; "
-            "the images or settings here are not the same, or this state has no record of that upload"
+        raise RefusedError(
+            f"run {welcome.run} has another upload under this device's name: the images or settings here are not the "
+            "same, or this state has no record of it",
+            "for these images start a new run on the server; give every machine a name and key of its own",
+            "upload-mismatch",
         )
     if outcome.reason != "stopped" and window is not None:
         predictions = name_classes(equipment, conduct, window)

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from contract.errors import RemoteProtocolError
+from contract.errors import RefusedError, RemoteProtocolError
 from contract.messages import Features
 
 from .files import set_aside, sync_directory, write_atomic
@@ -167,6 +167,8 @@ class Store:
 
         Raises:
             RemoteProtocolError: the batch disagrees with the others of its ask (total, split, or more rows than total).
+            RefusedError: what is stored of this upload is of other samples: another machine's under this name, or this
+                one's before it lost its state. A mixture of the two would train on wrong neighbours.
         """
         rows = int(features.sample_ids.shape[0])
         with self._lock:
@@ -196,11 +198,14 @@ class Store:
 
     def _known(self, device: str, features: Features, rows: int) -> bool:
         stored = self._full.execute(
-            "SELECT batch, total, split, rows FROM uploads WHERE device = ? AND ask = ?", (device, features.ask)
+            "SELECT batch, total, split, rows, file FROM uploads WHERE device = ? AND ask = ?", (device, features.ask)
         ).fetchall()
-        if any(row[0] == features.batch for row in stored):
-            return True
-        for _, total, split, _ in stored:
+        for batch, _, split, _, file in stored:
+            if batch == features.batch:
+                if split == "train":
+                    self._check_same_samples(device, features, self._root / file)
+                return True
+        for _, total, split, _, _ in stored:
             if (total, split) != (features.total, features.split):
                 raise RemoteProtocolError(
                     f"batch {features.batch} of ask {features.ask!r} says {features.total} samples of "
@@ -213,6 +218,22 @@ class Store:
                 "restart the device's command with an unchanged image folder",
             )
         return False
+
+    @staticmethod
+    def _check_same_samples(device: str, features: Features, path: Path) -> None:
+        try:
+            with safe_open(path, framework="numpy") as stream:
+                sample_ids = stream.get_tensor("sample_ids")
+        except (SafetensorError, OSError):
+            return  # `read` finds the damage and has the batch asked for again
+        if not np.array_equal(sample_ids, features.sample_ids):
+            raise RefusedError(
+                f"batch {features.batch} of {features.ask!r} is stored with other samples: {device!r} began this "
+                "upload on another machine, with other images, or before it lost its state",
+                "go on with the state and images of that time, or start a new run (server-run --run NAME); "
+                "two machines need two names and keys",
+                "upload-mismatch",
+            )
 
     def _write(self, site: str, device: str, session: str, seq: int, features: Features, rows: int) -> UploadRecord:
         folder = self._root / "tensors" / site / device

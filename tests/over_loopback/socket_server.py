@@ -64,6 +64,7 @@ class SocketServer:
         self.memory: MemoryServer | None = None
         self.connections = 0
         self.closed_after: Callable[[int], bool] = lambda frames: False  # cut a connection after so many frames
+        self.close_code: int | None = None  # cut with this instead of an abort
         self._certificate = certificate
         self._ready = threading.Event()
         self._port = port
@@ -106,6 +107,8 @@ class SocketServer:
                     await socket.send(answer)
                 frames += 1
                 if self.closed_after(frames):
+                    if self.close_code is not None:
+                        await socket.close(self.close_code, "as the test wants")
                     socket.transport.abort()
                     return
                 if self.memory.session.state is State.CLOSED or self.memory.session.state is State.LEAVING:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.console import run_command
-from contract.messages import Heartbeat, Message, Refuse, Welcome
+from contract.messages import Bye, Heartbeat, Message, Refuse, Welcome
 from contract.signature import load_public
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.config import FIELDS, DeviceConfig
@@ -139,6 +139,32 @@ def test_lost_connections_lose_and_repeat_nothing(
     assert done.code == 0, done.stderr
     assert plain.connections == 4 and (plain.memory.images, plain.memory.copies) == (600, 0)
     assert "trying again in" in done.stderr
+
+
+def test_a_name_that_two_machines_fight_for_ends_with_exit_code_6(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run
+) -> None:
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package)
+    plain.close_code = 4000
+    plain.closed_after = lambda frames: frames >= 2
+    done = run(config)
+    assert done.code == 6 and plain.connections == 3, done.stderr
+    assert (
+        "another program joins under this device's name" in done.stderr and "cure: stop one of the two" in done.stderr
+    )
+
+
+def test_images_that_are_not_those_of_the_running_upload_end_with_exit_code_6(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run
+) -> None:
+    config = write_device(tmp_path, package, images, plain.url)
+    plain.memory = memory_server(tmp_path, package)
+    assert run(config).code == 0
+    write_images(images, {"apple": 1}, seed=9)
+    plain.memory.on_open = lambda server: server.session.send(Bye("collected", True))
+    done = run(config)
+    assert done.code == 6 and "another upload under this device's name" in done.stderr, done.stderr
 
 
 def test_predictions_come_as_csv(tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contract.errors import RemoteProtocolError
+from contract.errors import RefusedError, RemoteProtocolError
 from server_runtime.store import Store, Upload
 from tests.server_runtime import tiny
 
@@ -52,6 +52,19 @@ def test_an_upload_is_none_until_it_is_whole(store: Store) -> None:
         store.keep("clinic", "pi", "s1", number + 1, messages[number])
         assert not store.complete("pi", "run.features")
         assert store.upload("clinic", "pi", "run.features") is None
+
+
+def test_an_upload_is_never_a_mixture_of_two_machines(store: Store, tmp_path: Path) -> None:
+    whole, other = tiny.upload("pi", 10), tiny.upload("pi", 10, seed=1)
+    first, second = (tiny.batches(each, "run.features", 4) for each in (whole, other))
+    store.keep("clinic", "pi", "s1", 1, first[0])
+    store.open_session("pi", "s2", "adapt")
+    with pytest.raises(RefusedError, match="batch 0 of 'run.features' is stored with other samples") as raised:
+        store.keep("clinic", "pi", "s2", 1, second[0])
+    assert raised.value.code == "upload-mismatch" and raised.value.retry_after_s is None
+    for number in (1, 2):
+        store.keep("clinic", "pi", "s1", number + 1, first[number])
+    assert same(store.upload("clinic", "pi", "run.features"), whole)
 
 
 def test_wi_04_a_replayed_batch_counts_once_under_any_seq(store: Store, tmp_path: Path) -> None:
