@@ -191,6 +191,25 @@ def augmentation_positions(seed: int, sample_id: bytes, run: int, patches: int, 
     return np.sort(shuffled[:replaced]).astype(np.int64)
 
 
+def token_origins(
+    sources: npt.NDArray[np.uint16], rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], prefix: int
+) -> npt.NDArray[np.int64]:
+    """The sample whose token stands at each place of each augmented copy: the one law of patch retrieval.
+
+    Args:
+        sources: (n, N) from `retrieval_sources`.
+        rows: (B,) the samples to copy.
+        positions: (B, P) the patch positions (0 is the first patch) that each copy takes from its source images.
+        prefix: how many leading tokens are no patches and never replaced.
+
+    Returns:
+        (B, prefix + N).
+    """
+    origins = np.repeat(rows.astype(np.int64)[:, None], prefix + sources.shape[1], axis=1)
+    origins[np.arange(len(rows))[:, None], prefix + positions] = sources[rows[:, None], positions]
+    return origins
+
+
 def augment(
     codes: npt.NDArray[np.int8],
     sources: npt.NDArray[np.uint16],
@@ -198,21 +217,9 @@ def augment(
     positions: npt.NDArray[np.int64],
     prefix: int,
 ) -> npt.NDArray[np.int8]:
-    """Copies of some samples in which chosen patches come from their source images, noise included.
+    """Copies (B, T, d) of some samples in which chosen patches come from their source images, noise included.
 
-    The server's rebuild and the device's own materialisation are this one function, hence equal bit for bit.
-
-    Args:
-        codes: (n, T, d) noisy tokens of all samples, in upload order.
-        sources: (n, N) from `retrieval_sources`.
-        rows: (B,) the samples to copy.
-        positions: (B, P) the patch positions (0 is the first patch) to replace in each copy.
-        prefix: how many leading tokens are no patches and never replaced.
-
-    Returns:
-        (B, T, d).
+    Codes (n, T, d) are the noisy tokens of all samples in upload order; the rest is as for `token_origins`. The
+    server's rebuild follows the same law, hence equals the device's own materialisation bit for bit.
     """
-    copies = codes[rows]
-    donors = sources[rows[:, None], positions].astype(np.int64)  # (B, P)
-    copies[np.arange(len(rows))[:, None], prefix + positions] = codes[donors, prefix + positions]
-    return copies
+    return codes[token_origins(sources, rows, positions, prefix), np.arange(codes.shape[1])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from contract.wiener import release_variance, wiener_matrices
 from exporter.split import build_backend
 
 from .backend_folder import BackendFolder
+
+RESIDENT_SHARE = 0.25  # of a GPU's free memory that a site's codes may take
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,43 @@ def choose_device(threads: int) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
+class CodeTable:
+    """The wire codes of all tokens of a site's uploads, lying where its batches are gathered: on the device where they
+    take at most `budget_bytes`, else where they are in host memory. The batches are the same either way."""
+
+    def __init__(self, uploads: Sequence[np.ndarray], device: torch.device, budget_bytes: int) -> None:
+        """Codes (n,T,d) i8 of each upload."""
+        self._device = device
+        self._parts = [torch.from_numpy(codes).flatten(0, 1) for codes in uploads]  # (n T,d) each
+        if sum(part.nbytes for part in self._parts) <= budget_bytes:
+            sizes = [len(part) for part in self._parts]
+            whole = torch.empty((sum(sizes), self._parts[0].shape[1]), dtype=torch.int8, device=device)
+            for target, part in zip(whole.split(sizes), self._parts, strict=True):
+                target.copy_(part)
+            self._parts = [whole]
+
+    def take(self, where: np.ndarray) -> torch.Tensor:
+        """Codes (R,T,d) i8 on the device of the tokens at places (R,T) i64, counted through all uploads."""
+        index = place(torch.from_numpy(where).flatten(), self._parts[0].device)  # (R T,)
+        if len(self._parts) == 1:
+            codes = self._parts[0].index_select(0, index)
+        else:
+            codes = torch.empty((len(index), self._parts[0].shape[1]), dtype=torch.int8)
+            first = 0
+            for part in self._parts:
+                mine = ((index >= first) & (index < first + len(part))).nonzero().squeeze(1)
+                codes.index_copy_(0, mine, part.index_select(0, index[mine] - first))
+                first += len(part)
+        return place(codes.unflatten(0, where.shape), self._device)
+
+
+def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the device; from pinned memory, so that the next batch is made while a GPU works on this one."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Backend:
     """One backend behind its fixed front."""
 
@@ -107,27 +146,29 @@ class Backend:
         self.module = module.to(device).eval()
         self.front = front
         self.device = device
-        self._steps = torch.from_numpy(front.steps).to(device)
-        self._matrices = torch.from_numpy(front.matrices).to(device)
-        self._offsets = torch.from_numpy(front.offsets).to(device)
+        laws = (front.steps, front.matrices, front.offsets)
+        # (step, matrix, offset) of prefix and patch tokens
+        self._filters = [*zip(*(torch.from_numpy(law).to(device).unbind() for law in laws), strict=True)]
 
     def copy(self) -> Backend:
         """A backend with weights of its own."""
         return Backend(copy.deepcopy(self.module), self.front, self.device)
 
-    @torch.no_grad()
-    def tokens(self, codes: np.ndarray) -> torch.Tensor:
-        """Wire codes (B,T,d) i8 -> filtered tokens (B,T,d) f32 on the device's dtype and place."""
-        z = self.place(codes).to(torch.float32)  # (B,T,d)
-        parts = []
-        for row, part in enumerate((z[:, : self.front.prefix], z[:, self.front.prefix :])):
-            parts.append(functional.linear(part * self._steps[row], self._matrices[row], self._offsets[row]))
-        return torch.cat(parts, dim=1)
+    def table(self, uploads: Sequence[np.ndarray]) -> CodeTable:
+        """The codes (n,T,d) i8 of a site's uploads, ready for many batches."""
+        free_bytes = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        return CodeTable(uploads, self.device, int(RESIDENT_SHARE * free_bytes))
 
-    def place(self, array: np.ndarray) -> torch.Tensor:
-        """An array on the device; from pinned memory, so that the next batch is made while a GPU works on this one."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+    @torch.no_grad()
+    def tokens(self, codes: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Wire codes (B,T,d) i8 -> filtered tokens (B,T,d) f32 on the device."""
+        z = place(codes if isinstance(codes, torch.Tensor) else torch.from_numpy(codes), self.device).float()
+        parts = z[:, : self.front.prefix], z[:, self.front.prefix :]
+        filtered = [
+            functional.linear(part * step, matrix, offset)
+            for part, (step, matrix, offset) in zip(parts, self._filters, strict=True)
+        ]
+        return torch.cat(filtered, dim=1)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """Filtered tokens (B,T,d) -> features (B,f)."""

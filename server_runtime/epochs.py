@@ -1,6 +1,7 @@
-"""Which samples a training step sees, in which order, and the wire codes of its batch.
+"""Which samples a training step sees, in which order, and which uploaded tokens its batch consists of.
 
-Everything is keyed by (seed, epoch, device, sample id), never by arrival; training itself is left to the strategies.
+Everything is keyed by (seed, epoch, device, sample id), never by arrival. Fetching the tokens' codes is left to
+`backend.CodeTable`, training to the strategies.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ def _key(seed: int, epoch: int, device: str, sample_id: bytes) -> bytes:
     return hashlib.sha256(head + len(name).to_bytes(4, "little") + name + sample_id).digest()
 
 
-def batch_codes(uploads: Sequence[Upload], rows: Rows, augmentation: Augmentation) -> np.ndarray:
-    """The wire codes (R,T,d) i8 of a batch: augmented rows are rebuilt from the recipe, as a device would make them."""
-    codes = np.empty((len(rows), *uploads[0].codes.shape[1:]), np.int8)
+def token_rows(uploads: Sequence[Upload], rows: Rows, augmentation: Augmentation) -> np.ndarray:
+    """Where each token (R,T) i64 of a batch lies among the tokens of all uploads, one upload and sample after another:
+    augmented rows are rebuilt from the recipe, as a device would make them."""
+    count = uploads[0].codes.shape[1]  # T
+    samples = np.repeat(rows.sample[:, None], count, axis=1)  # (R,T), counted within each upload
     for device, upload in enumerate(uploads):
         places = rows.of(device)
-        plain = places[rows.run[places] == 0]
-        codes[plain] = upload.codes[rows.sample[plain]]
         changed = places[rows.run[places] > 0]
         if changed.size and upload.sources is not None:
             positions = [
@@ -95,10 +96,12 @@ def batch_codes(uploads: Sequence[Upload], rows: Rows, augmentation: Augmentatio
                 )
                 for place in changed
             ]  # (r, P) positions
-            codes[changed] = tokens.augment(
-                upload.codes, upload.sources, rows.sample[changed], np.stack(positions), augmentation.prefix
+            samples[changed] = tokens.token_origins(
+                upload.sources, rows.sample[changed], np.stack(positions), augmentation.prefix
             )
-    return codes
+    starts = np.cumsum([0, *(len(upload.sample_ids) for upload in uploads)])
+    where: np.ndarray = (starts[rows.device][:, None] + samples) * count + np.arange(count)
+    return where
 
 
 def sample_ids_of(uploads: Sequence[Upload], rows: Rows, device: int) -> np.ndarray:

@@ -12,7 +12,7 @@ labels under the site's secret permutation, or the head on the device (E); a Wie
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +23,8 @@ from contract.errors import TrainingError
 from contract.messages import Gradient
 
 from ..aggregation import is_usable, weighted_mean
-from ..backend import Backend, adam, load_module, load_optimiser, module_state, new_head, optimiser_state
-from ..epochs import Augmentation, Rows, batch_codes, epoch_batches, labels_of, pool, sample_ids_of
+from ..backend import Backend, adam, load_module, load_optimiser, module_state, new_head, optimiser_state, place
+from ..epochs import Augmentation, Rows, epoch_batches, labels_of, pool, sample_ids_of, token_rows
 from ..store import Upload
 from . import Ask, Conduct, Metric, Progress, Record, Replies, Settings, Site, State
 
@@ -88,32 +88,44 @@ class SplitAdaptation:
         uploads = tuple(upload for upload in uploads if len(upload.sample_ids))  # 'no data' devices weigh nothing
         if self._optimiser is None:
             self._prepare(site)
-        patches = self._theta_b.front.patches  # N
-        recipe = Augmentation(s.seed, s.augmentations, patches, round(s.replaced * patches), self._theta_b.front.prefix)
-        while self._epoch < s.epochs:
-            epoch, tally = self._epoch + 1, Tally()
+        batches = self._batches(uploads)
+        batch = next(batches, None)
+        tally = Tally()
+        while batch is not None:
+            epoch, rows, x = batch
+            self._step += 1
+            yield from self._descend(x, uploads, rows, tally)
+            batch = next(batches, None)  # before the epoch's loss is waited for, while a GPU still has work
+            yield Progress(f"training, epoch {epoch} of {s.epochs}", self._step)
+            if batch is None or batch[0] != epoch:
+                record, tally = tally.record(epoch, n_c), Tally()
+                loss = record.values["loss"]
+                if loss is not None and not math.isfinite(float(loss)):
+                    raise self._diverged(f"the loss is {loss}")
+                self._epoch = epoch
+                yield record
+
+    def _batches(self, uploads: tuple[Upload, ...]) -> Iterator[tuple[int, Rows, torch.Tensor]]:
+        """Epoch, rows and filtered tokens x (B,T,d) of every step that is left."""
+        s, theta_b = self._settings, self._theta_b
+        codes = theta_b.table([upload.codes for upload in uploads])
+        patches, prefix = theta_b.front.patches, theta_b.front.prefix  # N, T - N
+        recipe = Augmentation(s.seed, s.augmentations, patches, round(s.replaced * patches), prefix)
+        for epoch in range(self._epoch + 1, s.epochs + 1):
             for rows in epoch_batches(uploads, recipe, epoch, BATCH):
-                x = self._theta_b.tokens(batch_codes(uploads, rows, recipe))  # (B,T,d), filtered
-                self._step += 1
-                yield from self._descend(x, uploads, rows, tally)
-                yield Progress(f"training, epoch {epoch} of {s.epochs}", self._step)
-            record = tally.record(epoch, n_c)
-            loss = record.values["loss"]
-            if loss is not None and not math.isfinite(float(loss)):
-                raise self._diverged(f"the loss is {loss}")
-            self._epoch = epoch
-            yield record
+                yield epoch, rows, theta_b.tokens(codes.take(token_rows(uploads, rows, recipe)))
 
     def _descend(
         self, x: torch.Tensor, uploads: tuple[Upload, ...], rows: Rows, tally: Tally
     ) -> Generator[Ask, Replies, None]:
         """One step of Adam on a batch x (B,T,d); the loss comes from where the label mode keeps the labels."""
         assert self._optimiser is not None
+        theta_b = self._theta_b
         self._optimiser.zero_grad(set_to_none=True)
-        features = self._theta_b.features(x)  # (B,f)
+        features = theta_b.features(x)  # (B,f)
         values = features if self._g is None else self._g(features)  # (B,f) or logits (B,C)
         if self._settings.label_mode == "permuted-label":
-            y = self._theta_b.place(labels_of(uploads, rows))  # (B,), under the site's permutation
+            y = place(torch.from_numpy(labels_of(uploads, rows)), theta_b.device)  # (B,), under the site's permutation
             loss = functional.cross_entropy(values, y)
             torch.autograd.backward(loss)
             tally.add(loss.detach(), (values.detach().argmax(dim=1) == y).float().mean(), len(rows))

@@ -22,6 +22,7 @@ from contract.tokens import (
     noise_scales,
     quantize,
     retrieval_sources,
+    token_origins,
     wire_steps,
 )
 
@@ -247,6 +248,13 @@ def test_the_rebuild_equals_the_device_and_replaces_what_it_should(
         for position in positions[copy]:
             twins = (codes[:, prefix + position] == rebuilt[copy, prefix + position]).all(axis=1)
             assert twins.any() and not twins[row]
+
+
+def test_each_token_of_a_copy_names_the_sample_it_comes_from() -> None:
+    sources = np.array([[1, 2, 1], [2, 0, 0], [0, 1, 65535]], np.uint16)
+    origins = token_origins(sources, np.array([2, 0]), np.array([[0, 2], [1, 2]]), prefix=2)
+    assert origins.dtype == np.int64
+    assert origins.tolist() == [[2, 2, 0, 2, 65535], [0, 0, 0, 2, 1]]
 
 
 def test_augmenting_a_single_image_changes_nothing() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from contract import tokens
 from contract.messages import Gradient
 from server_runtime.aggregation import is_usable, weighted_mean
-from server_runtime.epochs import Augmentation, batch_codes, epoch_batches, labels_of, pool, sample_ids_of
+from server_runtime.epochs import Augmentation, epoch_batches, labels_of, pool, sample_ids_of, token_rows
 from tests.server_runtime import tiny
 
 RECIPE = Augmentation(seed=7, runs=4, patches=tiny.LAYOUT.patches, replaced=4, prefix=tiny.LAYOUT.prefix)
@@ -51,8 +51,9 @@ def test_epochs_differ_and_repeat() -> None:
 def test_the_rebuild_equals_augmentation_on_the_device_bit_for_bit() -> None:
     """The device, which has its own codes only, makes the same rows that the server rebuilds from the recipe."""
     uploads = pool([tiny.upload("jetson", 7, seed=1), tiny.upload("pi", 9)])
+    every_token = np.concatenate([upload.codes.reshape(-1, tiny.LAYOUT.dim) for upload in uploads])
     for rows in epoch_batches(uploads, RECIPE, 3, 32):
-        rebuilt = batch_codes(uploads, rows, RECIPE)
+        rebuilt = every_token[token_rows(uploads, rows, RECIPE)]
         for place in range(len(rows)):
             upload, sample, run = uploads[rows.device[place]], rows.sample[place], int(rows.run[place])
             expected = upload.codes[sample].copy()
@@ -61,6 +62,21 @@ def test_the_rebuild_equals_augmentation_on_the_device_bit_for_bit() -> None:
                 for p in tokens.augmentation_positions(RECIPE.seed, sample_id, run, RECIPE.patches, RECIPE.replaced):
                     expected[1 + p] = upload.codes[upload.sources[sample, p], 1 + p]
             assert rebuilt[place].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 1 << 30])
+def test_codes_are_the_same_whether_they_fit_on_the_device_or_not(budget_bytes: int) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("timm")
+    from server_runtime.backend import CodeTable
+
+    uploads = [tiny.upload("jetson", 7, seed=1).codes, tiny.upload("pi", 9).codes, tiny.upload("tx2", 2, seed=2).codes]
+    every_token = np.concatenate([codes.reshape(-1, tiny.LAYOUT.dim) for codes in uploads])
+    where = np.random.default_rng(0).integers(0, len(every_token), (5, tiny.LAYOUT.count))
+    where[0, :2] = 0, len(every_token) - 1
+    found = CodeTable(uploads, torch.device("cpu"), budget_bytes).take(where)
+    assert found.dtype == torch.int8
+    assert found.numpy().tobytes() == every_token[where].tobytes()
 
 
 def test_se_03_labels_and_ids_are_joined_by_sample() -> None:
