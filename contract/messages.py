@@ -47,6 +47,7 @@ class FieldLimits:
     nonce_bytes: int = 32
     signature_bytes: int = 64
     credit: int = 1024
+    checkpoints: int = 8
     heartbeat_s: float = 3600.0
     frame_bytes_min: int = 64 << 10
     frame_bytes: int = 1 << 20
@@ -114,7 +115,11 @@ TENSORS: Mapping[str, Mapping[str, TensorRule]] = {
 ASK_KINDS: Mapping[str, AskRule] = {
     "collect_features": AskRule({"kappa": float, "seed": int}, {}),
     "score_batch": AskRule({"split": str}, {"logits": TensorRule(np.float32, ("B", "C")), "sample_ids": SAMPLE_IDS}),
-    "head_step": AskRule({}, {"features": TensorRule(np.float32, ("B", "d")), "sample_ids": SAMPLE_IDS}),
+    # Step n of a head that was at step `after` before; `base` is the step that the server could fall back to.
+    "head_step": AskRule(
+        {"step": int, "after": int, "base": int},
+        {"features": TensorRule(np.float32, ("B", "d")), "sample_ids": SAMPLE_IDS},
+    ),
 }
 
 
@@ -331,6 +336,23 @@ class Gradient:
         _require_tensors(self.TYPE, tensors_of(self), TENSORS[self.TYPE])
 
 
+@dataclass(frozen=True)
+class Checkpoints:
+    """Device: I cannot take this step; here is where I hold my part of the model. 0 is the beginning, always there."""
+
+    TYPE: ClassVar[str] = "checkpoints"
+
+    ask: str
+    steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require(self, "steps", 1 <= len(self.steps) <= LIMITS.checkpoints, f"1 to {LIMITS.checkpoints} steps")
+        _require(self, "steps", self.steps[0] == 0, "0 first")
+        rising = all(low < high <= INT_MAX for low, high in zip(self.steps, self.steps[1:], strict=False))
+        _require(self, "steps", rising, "rising steps of 63 bits")
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Both: piece `index` of `total` of an encoded message of `size` bytes, named by its SHA-256 in hex."""
@@ -380,13 +402,17 @@ class Bye:
         _require_text(self, "reason")
 
 
-Message = Hello | Challenge | Proof | Welcome | Refuse | Ask | Features | Scores | Gradient | Chunk | Heartbeat | Bye
+Message = (
+    Hello | Challenge | Proof | Welcome | Refuse
+    | Ask | Features | Scores | Gradient | Checkpoints | Chunk
+    | Heartbeat | Bye
+)  # fmt: skip
 
 MESSAGES: Mapping[str, type[Message]] = {
     message.TYPE: message
     for message in (
         *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
-        *(Ask, Features, Scores, Gradient, Chunk),  # the work: numbered, acknowledged
+        *(Ask, Features, Scores, Gradient, Checkpoints, Chunk),  # the work: numbered, acknowledged
         *(Heartbeat, Bye),
     )
 }

@@ -12,9 +12,9 @@ state is as before) or theirs (RemoteProtocolError: the state is BROKEN, the con
     START -hello-> GREETED -challenge-> CHALLENGED -proof-> PROVEN -welcome-> OPEN -bye-> CLOSED
     (the server may `refuse` in any of them; who says bye is LEAVING until the peer says it too)
 
-Numbers. Every message of the work (ask, features, scores, gradient) has the next number of its direction. The frames
-of a message that travels in chunks all bear its number, so numbers do not depend on the size of frames and a device
-may write them into its spool. Other messages bear 0.
+Numbers. Every message of the work (ask, features, scores, gradient, checkpoints) has the next number of its direction.
+The frames of a message that travels in chunks all bear its number, so numbers do not depend on the size of frames and
+a device may write them into its spool. Other messages bear 0.
 
     device -> server   numbers go on over connections: `Welcome.last_seq` says what is stored, the device goes on from
                        there, sending again what it holds.
@@ -77,10 +77,10 @@ _HANDSHAKE = (
     (Role.SERVER, State.PROVEN, "welcome", State.OPEN),
 )
 _WORK = {
-    Role.DEVICE: ("features", "gradient", "chunk", "heartbeat"),
+    Role.DEVICE: ("features", "gradient", "checkpoints", "chunk", "heartbeat"),
     Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
 }
-_NUMBERED = frozenset(("ask", "features", "scores", "gradient", "chunk"))
+_NUMBERED = frozenset(("ask", "features", "scores", "gradient", "checkpoints", "chunk"))
 _CARRYING_ACK = _NUMBERED | {"heartbeat", "bye"}
 
 

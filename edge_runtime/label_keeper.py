@@ -2,6 +2,9 @@
 
 Labels stay here; what a gradient tells of them is said in `head.softmax_gradient`. Whether the mode allows an ask is
 left to `terms`.
+
+The head is kept under the server's step numbers: the newest, and those at the server's last two checkpoints (`base`).
+So either side may lose its newest state: training goes on from the last step that both hold (wire.md, resume rule).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 
 from contract.errors import RemoteProtocolError
 from contract.keyed_noise import derive_key
-from contract.messages import Ask, Gradient
+from contract.messages import Ask, Checkpoints, Gradient
 from edge_runtime.head import (
     BatchLoss,
     Head,
@@ -28,6 +31,7 @@ from edge_runtime.head import (
 )
 from edge_runtime.state import read_or_set_aside, write_durably
 
+BASES = 2
 START_ANEW = "start a new run on the server"
 
 
@@ -54,6 +58,7 @@ class LabelKeeper:
         self._labels, self._class_count, self._secret = labels, class_count, secret
         self._head_path, self._settings = head_path, settings or HeadSettings()
         self._checkpoint = read_or_set_aside(head_path, checkpoint_from_bytes, say)
+        self._bases = self._read_bases(say)  # by step, rising
         self._scored: Gradient | None = None
 
     def head_of(self, run: str) -> Head | None:
@@ -75,24 +80,61 @@ class LabelKeeper:
             self._scored = gradient_message(ask.ask, softmax_gradient(logits, self._labels_of(ask)))
         return self._scored
 
-    def step_head(self, ask: Ask, run: str) -> Gradient:
+    def step_head(self, ask: Ask, run: str) -> Gradient | Checkpoints:
         """SA step 6 with the head here: one Adam step on features (B, d), durable before its gradient is answered.
 
+        Where no head of the step before is held, the steps at which there is one are the answer: the server rewinds.
         Raises: RemoteProtocolError as `score`; DeviceError when the disk refuses.
         """
         known = self._checkpoint
-        if known is None or known.run != run or known.ask != ask.ask:
-            features = ask.tensors["features"]
-            head = self.head_of(run) or self._first_head(run, features.shape[1])
+        if known is None or (known.run, known.ask) != (run, ask.ask):
+            features, after = ask.tensors["features"], int(ask.parameters["after"])
+            held = self._held(run)
+            if after and after not in held:
+                return Checkpoints(ask.ask, (0, *sorted(held)))
+            before = held.get(after)
+            head = before.head if before else self._first_head(run, features.shape[1])
             if head.weight.shape[1] != features.shape[1]:
                 raise RemoteProtocolError(
                     f"ask {ask.ask}: expected features of {head.weight.shape[1]} values, found {features.shape[1]}",
                     START_ANEW,
                 )
+            if before is not None and after == ask.parameters["base"]:
+                self._keep_base(before)
             moved, loss = head_step(head, features, self._labels_of(ask), self._settings.learning_rate)
-            known = self._checkpoint = HeadCheckpoint(moved, run, ask.ask, loss)
+            known = self._checkpoint = HeadCheckpoint(moved, run, int(ask.parameters["step"]), ask.ask, loss)
             write_durably(self._head_path, checkpoint_to_bytes(known))
         return gradient_message(ask.ask, known.answer)
+
+    def _held(self, run: str) -> dict[int, HeadCheckpoint]:
+        """The heads of this run by the step at which they stand."""
+        held = dict(self._bases)
+        if self._checkpoint is not None:
+            held[self._checkpoint.step] = self._checkpoint
+        return {step: checkpoint for step, checkpoint in held.items() if checkpoint.run == run}
+
+    def _keep_base(self, checkpoint: HeadCheckpoint) -> None:
+        """Keep the head at a step that the server has a checkpoint of; the server keeps two, and so does this."""
+        known = self._bases.get(checkpoint.step)
+        if known is not None and known.run == checkpoint.run:
+            return
+        write_durably(self._base_path(checkpoint.step), checkpoint_to_bytes(checkpoint))
+        self._bases[checkpoint.step] = checkpoint
+        # Beyond this step are only those of a time that the server has gone back from.
+        past = sorted(
+            step for step, each in self._bases.items() if each.run == checkpoint.run and step <= checkpoint.step
+        )
+        for step in set(self._bases) - set(past[-BASES:]):
+            del self._bases[step]
+            self._base_path(step).unlink(missing_ok=True)
+
+    def _base_path(self, step: int) -> Path:
+        return self._head_path.with_name(f"{self._head_path.stem}.{step}{self._head_path.suffix}")
+
+    def _read_bases(self, say: Callable[[str], None]) -> dict[int, HeadCheckpoint]:
+        paths = self._head_path.parent.glob(f"{self._head_path.stem}.[0-9]*{self._head_path.suffix}")
+        found = (read_or_set_aside(path, checkpoint_from_bytes, say) for path in sorted(paths))
+        return {checkpoint.step: checkpoint for checkpoint in found if checkpoint is not None}
 
     def _first_head(self, run: str, dim: int) -> Head:
         seed = int.from_bytes(derive_key(self._secret, "head", run), "little")

@@ -4,9 +4,12 @@ It decides and does no I/O: frames go out through a `Post`, what lasts through `
 
 Rules:
 * one generator per site, advanced one yield at a time, so that sites and inference requests share the torch process;
-* quorum all: a site goes on when every asked device has answered. A device that is away, or idle for longer than
-  `idle_progress_s`, pauses its site with a reason; it is asked again, under the same ask id, when it comes back;
-* a checkpoint is kept at a Record, at most every `checkpoint_s`; replies since then are in the journal;
+* a site goes on when every asked device has answered. A device that is away, or idle for longer than
+  `idle_progress_s`, pauses its site with a reason; it is asked again, under the same ask id, when it comes back. Where
+  the question has a quorum, the site goes on without such devices once so many others have answered;
+* a checkpoint is kept at a Record, at most every `checkpoint_s`; replies and quorums since then are in the journal;
+* a device that has lost its part of the model says which checkpoints of it are left: the site goes back to the last one
+  that both sides hold, and replays from there;
 * a site whose training fails stays failed, and the others go on.
 """
 
@@ -20,11 +23,11 @@ import numpy as np
 
 from contract.errors import TrainingError
 from contract.messages import Ask as AskMessage
-from contract.messages import Bye, Gradient, Message, Scores
+from contract.messages import Bye, Checkpoints, Gradient, Message, Scores
 
 from . import pipe
 from .pipe import PipeFrame
-from .site_run import Pending, Request, SiteRun
+from .site_run import Journal, Pending, Request, SiteRun, positions_of
 from .store import Upload
 from .strategies import Ask, Metric, Progress, Record, Reply, Site, State
 
@@ -52,6 +55,14 @@ class Records(Protocol):
         """Keep a reply for a restart."""
         ...
 
+    def journal_quorum(self, site: str, ask: str, devices: tuple[str, ...]) -> None:
+        """Keep for a restart which devices a question went on with."""
+        ...
+
+    def rewind(self, site: str, fits: Callable[[State], bool]) -> State | None:
+        """The newest checkpoint that fits, None for the beginning; newer ones and the journal are dropped."""
+        ...
+
     def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
         """Write a metrics line, and a checkpoint where there is a state."""
         ...
@@ -64,6 +75,7 @@ class Conducting:
     run: str
     label_mode: str
     idle_progress_s: float = 120.0
+    absent_s: float = 15.0  # how long a question with a quorum waits for a device that is not connected
     checkpoint_s: float = 10.0  # a server that is killed loses no more work than this
 
 
@@ -100,6 +112,7 @@ class Conductor:
             self._join(site, frame.device, str(frame.values["purpose"]), int(frame.values["class_count"] or 0))
         elif frame.kind == pipe.LEFT:
             self._present.pop(frame.device, None)
+            self._note_progress(site, frame.device)
         elif frame.kind == pipe.STORED:
             self._take_features(site, frame)
         elif frame.kind == pipe.PROGRESS:
@@ -108,6 +121,8 @@ class Conductor:
             message = pipe.carried(frame)
             if isinstance(message, Gradient):
                 self._take_gradient(site, frame.device, message)
+            elif isinstance(message, Checkpoints):
+                self._take_checkpoints(site, frame.device, message)
 
     def _join(self, site: SiteRun, device: str, purpose: str, classes: int) -> None:
         self._present[device] = purpose
@@ -127,15 +142,13 @@ class Conductor:
             self._say_bye(site, device, COLLECTED)
 
     def _begin(self, site: SiteRun) -> None:
-        facts = Site(site.name, site.devices, site.classes or 0)
-        if site.resumed is not None:
-            state, site.ended = site.resumed
-            site.strategy.load(facts, state)
-            site.resumed = None
+        state, site.ended = site.resumed or (None, False)
+        site.resumed = None
+        site.load(_facts(site), state)
         if site.ended:
             self._post.send(PipeFrame(pipe.ENDED, site.name, values=dict(site.last_record)))
         else:
-            site.conduct = site.strategy.run(facts)
+            site.conduct = site.strategy.run(_facts(site))
             self._advance(site)
 
     def _take_features(self, site: SiteRun, frame: PipeFrame) -> None:
@@ -160,13 +173,61 @@ class Conductor:
             self._records.journal(site.name, device, reply)
             self._gather(site, pending, device, reply)
 
+    def _take_checkpoints(self, site: SiteRun, device: str, held: Checkpoints) -> None:
+        """A device cannot take the step: go back to the newest checkpoint whose place it still holds."""
+        pending = site.pending
+        if pending is None or held.ask != pending.id or device not in pending.missing:
+            return
+        if site.positions.get(device, 0) in held.steps:  # it could: going back would not help, nor ever end
+            cause = f"{device} refuses the step after {site.positions.get(device, 0)}, which it holds"
+            self._fail(site, TrainingError(cause, "update the device's software"))
+            return
+        assert site.conduct is not None
+        site.conduct.close()
+        state = self._records.rewind(site.name, lambda state: positions_of(state).get(device, 0) in held.steps)
+        site.pending, site.journal = None, Journal()
+        site.load(_facts(site), state)
+        self._post.send(
+            PipeFrame(
+                pipe.WARNING,
+                text=f"site {site.name}: {device} has lost its newest head: training goes back to the last step that "
+                f"both sides hold ({positions_of(state).get(device, 0)}) and replays from there",
+            )
+        )
+        site.conduct = site.strategy.run(_facts(site))
+        self._advance(site)
+
     def _gather(self, site: SiteRun, pending: Pending, device: str, reply: Reply) -> None:
         pending.replies[device] = reply
         if not pending.missing:
-            site.ready, site.pending = pending.replies, None
+            self._close(site, pending)
+
+    def _close(self, site: SiteRun, pending: Pending) -> None:
+        """Hand in the answers that are there."""
+        if pending.ask.step is not None:
+            site.positions.update(dict.fromkeys(pending.replies, pending.ask.step))
+        # In the order of asking, so that nothing depends on who was first.
+        site.ready = {device: pending.replies[device] for device in pending.expected if device in pending.replies}
+        site.pending = None
+
+    def _close_at_quorum(self, site: SiteRun) -> None:
+        """Go on without devices that are away or stuck, where the question allows it."""
+        pending = site.pending
+        if pending is None or pending.ask.quorum is None or len(pending.replies) < pending.ask.quorum:
+            return
+        if all(self._is_given_up(pending, device) for device in pending.missing):
+            answered = tuple(device for device in pending.expected if device in pending.replies)
+            self._records.journal_quorum(site.name, pending.id, answered)
+            self._close(site, pending)
+
+    def _is_given_up(self, pending: Pending, device: str) -> bool:
+        """Whether a device is not waited for where a quorum is enough: it may be on its way back for a moment."""
+        away = self._present.get(device) != "adapt"
+        limit_s = self._rules.absent_s if away else self._rules.idle_progress_s
+        return self._clock() - pending.progress_s[device] > limit_s
 
     def _note_progress(self, site: SiteRun, device: str) -> None:
-        if site.pending:
+        if site.pending and device in site.pending.progress_s:
             site.pending.progress_s[device] = self._clock()
 
     # -- what is done next
@@ -179,6 +240,7 @@ class Conductor:
     def work(self) -> None:
         """Advance every site that can go on by one yield, and answer one inference request of each."""
         for site in self._sites.values():
+            self._close_at_quorum(site)
             if site.ready is not None:
                 self._advance(site)
             if site.requests and site.over:
@@ -201,18 +263,18 @@ class Conductor:
 
     def _follow(self, site: SiteRun, step: Ask | Record | Progress) -> None:
         if isinstance(step, Ask):
-            site.pending = pending = Pending(
-                f"{self._rules.run}.{step.name}", step, progress_s=dict.fromkeys(step.tensors, self._clock())
-            )
-            for device in step.tensors:
+            name = f"{self._rules.run}.{step.name}"
+            expected = site.journal.quorums.get(name, tuple(step.tensors))
+            site.pending = pending = Pending(name, step, expected, progress_s=dict.fromkeys(expected, self._clock()))
+            for device in expected:
                 self._ask(site, pending, device)
             return
         if isinstance(step, Record):
             site.last_record = dict(step.values)
             due = self._clock() - site.kept_s >= self._rules.checkpoint_s
-            self._records.keep(site.name, step.values, site.strategy.state() if due else None, ended=False)
+            self._records.keep(site.name, step.values, site.checkpoint() if due else None, ended=False)
             if due:
-                site.kept_s = self._clock()
+                site.kept_s, site.base = self._clock(), dict(site.positions)
         else:
             site.status = step.text
         site.ready = {}
@@ -221,13 +283,13 @@ class Conductor:
         """Ask one device, unless its answer is here already: in the store or in the journal."""
         if pending.ask.kind == "collect_features":
             self._gather_upload(site, pending, device)
-        elif (pending.id, device) in site.journal:
-            self._gather(site, pending, device, site.journal[pending.id, device])
+        elif (pending.id, device) in site.journal.replies:
+            self._gather(site, pending, device, site.journal.replies[pending.id, device])
         if device in pending.missing and self._present.get(device) == "adapt":
             message = AskMessage(
                 ask=pending.id,
                 kind=pending.ask.kind,
-                parameters=dict(pending.ask.parameters),
+                parameters={**pending.ask.parameters, **_numbers(site, pending.ask, device)},
                 idle_progress_s=self._rules.idle_progress_s,
                 tensors=dict(pending.ask.tensors[device]),
             )
@@ -242,7 +304,7 @@ class Conductor:
 
     def _end(self, site: SiteRun) -> None:
         site.ended, site.status = True, "trained"
-        self._records.keep(site.name, {"ended": True}, site.strategy.state(), ended=True)
+        self._records.keep(site.name, {"ended": True}, site.checkpoint(), ended=True)
         self._let_go(site, DONE)  # before the end is told, which may be the server's
         self._post.send(PipeFrame(pipe.ENDED, site.name, values=dict(site.last_record)))
 
@@ -287,3 +349,14 @@ class Conductor:
         if pending.ask.kind == "collect_features":
             return f"collecting features, {site.reply_count}"
         return site.status  # gradients come and go too fast to be told
+
+
+def _facts(site: SiteRun) -> Site:
+    return Site(site.name, site.devices, site.classes or 0)
+
+
+def _numbers(site: SiteRun, ask: Ask, device: str) -> dict[str, int]:
+    """To which step a question takes the device, from which, and to which both sides could go back."""
+    if ask.step is None:
+        return {}
+    return {"step": ask.step, "after": site.positions.get(device, 0), "base": site.base.get(device, 0)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from contract.errors import ProtocolError, RefusedError, RemoteProtocolError
-from contract.messages import Bye, Features, Gradient, Heartbeat, Hello, Message, Proof, Refuse, Scores
+from contract.messages import Bye, Checkpoints, Features, Gradient, Heartbeat, Hello, Message, Proof, Refuse, Scores
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
 
 from .acceptance import Expected, check_features, is_stale
@@ -174,7 +174,7 @@ class Connection:
                 await self._hub.join(self)
         elif isinstance(message, Features):
             await self._keep(seq, message)
-        elif isinstance(message, Gradient):
+        elif isinstance(message, Gradient | Checkpoints):
             await self._hub.in_store(self._store.note_received, self._known.device.name, self._known.session, seq)
             self._session.stored(seq)
             await self._hub.forward(self, message)

@@ -33,6 +33,7 @@ STORED = "stored"  # values: ask, batch, split, complete; its features are durab
 PROGRESS = "progress"  # the device works: its heartbeat's step moved
 MESSAGE = "message"  # both directions: one contract message
 STOP = "stop"  # end now, cleanly
+QUORUM = "quorum"  # in the torch process's journal only; values: ask, devices
 # torch process -> socket process
 READY = "ready"  # the backend is loaded
 STATUS = "status"  # text: what a site is waiting for; values: busy, step
@@ -41,7 +42,9 @@ SERVED = "served"  # values: pending: inference requests not answered yet
 WARNING = "warning"  # text for the operator
 FAILED = "failed"  # values: code, cause, cure
 
-KINDS = frozenset({START, JOINED, LEFT, STORED, PROGRESS, MESSAGE, STOP, READY, STATUS, ENDED, SERVED, WARNING, FAILED})
+KINDS = frozenset(
+    {START, JOINED, LEFT, STORED, PROGRESS, MESSAGE, STOP, QUORUM, READY, STATUS, ENDED, SERVED, WARNING, FAILED}
+)
 
 Value = str | int | float | bool | None
 

@@ -6,8 +6,9 @@ What devices sent is left to `store` (same directory), which run is taken up to 
               state.sqlite     the ledger (store)
               tensors/         what devices sent (store)
               checkpoints/     <site>.safetensors, and the one before as <site>.previous.safetensors
-              journal/         <site>: devices' replies since the checkpoint; after kill -9 they are not asked again
-              metrics.jsonl    one line per record, append-only
+              journal/         <site>: devices' replies since the checkpoint, and quorums that were gone on with; after
+                               kill -9 they are not asked again
+              metrics.jsonl    one line per record; what is recorded again after a stop replaces what was
               models/<site>/   backend.safetensors (under timm's names), head.safetensors
 """
 
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +29,8 @@ from contract.errors import CutlayerError
 from contract.messages import Gradient
 
 from .files import set_aside, write_atomic
-from .pipe import PipeFrame, Unpacker, carried, carry, pack
+from .pipe import QUORUM, PipeFrame, Unpacker, carried, carry, pack
+from .site_run import Journal
 from .strategies import Metric, State
 
 
@@ -45,9 +48,8 @@ class RunDirectory:
 
     def record(self, values: Mapping[str, Metric]) -> None:
         """Append one line to metrics.jsonl; what is unknown is null, NaN is refused."""
-        line = json.dumps(dict(values), allow_nan=False) + "\n"
         with open(self._root / "metrics.jsonl", "a", encoding="utf-8") as stream:
-            stream.write(line)
+            stream.write(_line(values))
 
     def metrics(self) -> list[dict[str, Metric]]:
         """All records, oldest first."""
@@ -70,7 +72,8 @@ class RunDirectory:
 
     def keep(self, site: str, state: State, ended: bool) -> None:
         """Replace the site's checkpoint, keep the one before it, and empty the journal."""
-        values = json.dumps({**state.values, "ended": ended}, allow_nan=False)
+        lines = sum(line.get("site") == site for line in self.metrics())
+        values = json.dumps({**state.values, "ended": ended, "lines": lines}, allow_nan=False)
         data = save(dict(state.tensors), {"values": values, "sha256": _digest(state.tensors, values)})
         path = self._checkpoint(site)
         if path.exists():
@@ -86,11 +89,40 @@ class RunDirectory:
                 continue
             found = _read_checkpoint(candidate)
             if found is not None:
-                return found
+                self._forget_metrics(site, found.lines)
+                return found.state, found.ended
             self._warn(f"checkpoint {candidate.name} was unreadable: kept as {set_aside(candidate).name}")
             # Replies since a checkpoint that is lost belong to steps that will be asked for anew.
             (self._root / "journal" / site).unlink(missing_ok=True)
+        self._forget_metrics(site, 0)
         return None
+
+    def rewind(self, site: str, fits: Callable[[State], bool]) -> State | None:
+        """The site's newest checkpoint that fits, None for the beginning; the journal and newer checkpoints are gone.
+
+        Whatever is gone belongs to steps that will be taken again.
+        """
+        (self._root / "journal" / site).unlink(missing_ok=True)
+        path = self._checkpoint(site)
+        for candidate in (path, path.with_suffix(".previous.safetensors")):
+            found = _read_checkpoint(candidate) if candidate.exists() else None
+            if found is not None and fits(found.state):
+                self._forget_metrics(site, found.lines)
+                return found.state
+            candidate.unlink(missing_ok=True)
+        self._forget_metrics(site, 0)
+        return None
+
+    def _forget_metrics(self, site: str, kept: int) -> None:
+        """Drop the site's lines beyond the first `kept`: they will be recorded again."""
+        lines, seen = self.metrics(), 0
+        left = []
+        for line in lines:
+            seen += line.get("site") == site
+            if line.get("site") != site or seen <= kept:
+                left.append(line)
+        if len(left) < len(lines):
+            write_atomic(self._root / "metrics.jsonl", "".join(map(_line, left)).encode())
 
     def publish(self, site: str, state: State) -> None:
         """Write what was trained as models/<site>/{backend,head}.safetensors, where the strategy trained it."""
@@ -107,26 +139,41 @@ class RunDirectory:
         with open(self._root / "journal" / site, "ab") as stream:
             stream.write(pack(carry(site, device, reply)))
 
-    def journalled(self, site: str) -> dict[tuple[str, str], Gradient]:
-        """(ask, device) -> reply since the checkpoint; whatever follows a damaged record is dropped."""
+    def journal_quorum(self, site: str, ask: str, devices: tuple[str, ...]) -> None:
+        """Append which devices a question went on with; names have no commas."""
+        frame = PipeFrame(QUORUM, site, values={"ask": ask, "devices": ",".join(devices)})
+        with open(self._root / "journal" / site, "ab") as stream:
+            stream.write(pack(frame))
+
+    def journalled(self, site: str) -> Journal:
+        """What was journalled since the checkpoint; whatever follows a damaged record is dropped."""
         path = self._root / "journal" / site
         replies: dict[tuple[str, str], Gradient] = {}
+        quorums: dict[str, tuple[str, ...]] = {}
         frames: list[PipeFrame] = []
         if not path.exists():
-            return replies
+            return Journal()
         try:
             for frame in Unpacker().feed(path.read_bytes()):
-                message = carried(frame)
-                if isinstance(message, Gradient):
+                if frame.kind == QUORUM:
+                    quorums[str(frame.values["ask"])] = tuple(str(frame.values["devices"]).split(","))
+                elif isinstance(message := carried(frame), Gradient):
                     replies[message.ask, frame.device] = message
-                    frames.append(frame)
-        except (CutlayerError, ValueError):
+                frames.append(frame)
+        except (CutlayerError, ValueError, KeyError):
             self._warn(f"the journal of {site!r} was damaged after {len(replies)} replies: the rest is asked again")
         write_atomic(path, b"".join(map(pack, frames)))  # without a torn end, so that appending goes on
-        return replies
+        return Journal(replies, quorums)
 
 
-def _read_checkpoint(path: Path) -> tuple[State, bool] | None:
+@dataclass(frozen=True)
+class _Checkpoint:
+    state: State
+    ended: bool
+    lines: int  # the site's lines of metrics.jsonl at that time
+
+
+def _read_checkpoint(path: Path) -> _Checkpoint | None:
     try:
         with safe_open(path, framework="pt") as stream:
             metadata = stream.metadata() or {}
@@ -134,7 +181,7 @@ def _read_checkpoint(path: Path) -> tuple[State, bool] | None:
         if _digest(tensors, metadata["values"]) != metadata["sha256"]:
             return None
         values = json.loads(metadata["values"])
-        return State(tensors, values), bool(values.pop("ended"))
+        return _Checkpoint(State(tensors, values), bool(values.pop("ended")), int(values.pop("lines")))
     except (SafetensorError, OSError, KeyError, ValueError):
         return None
 
@@ -146,6 +193,10 @@ def _digest(tensors: Mapping[str, torch.Tensor], values: str) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _line(values: Mapping[str, Metric]) -> str:
+    return json.dumps(dict(values), allow_nan=False) + "\n"
 
 
 def _is_object(line: bytes) -> bool:

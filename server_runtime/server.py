@@ -26,7 +26,7 @@ from websockets.exceptions import ConnectionClosed
 
 from contract.codec import LIMITS as CODEC_LIMITS
 from contract.errors import ConfigError, CutlayerError, TrainingError
-from contract.messages import Features, Gradient, Heartbeat, Message
+from contract.messages import Checkpoints, Features, Gradient, Heartbeat, Message
 
 from . import pipe
 from .acceptance import Expected
@@ -248,7 +248,7 @@ class Server:
                     return  # replaced while it waited for the disk: the newer session sends it again
                 self._requests.add((name, message.ask, message.batch))
             await self._tell_stored(site, name, message.ask, message.batch, message.split, complete)
-        elif isinstance(message, Gradient):
+        elif isinstance(message, Gradient | Checkpoints):
             await self._child.send(pipe.carry(site, name, message))
         elif isinstance(message, Heartbeat):
             await self._child.send(PipeFrame(pipe.PROGRESS, site, name))

@@ -5,13 +5,15 @@ Advancing sites and talking to devices is left to `conductor`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from contract.errors import TrainingError
 from contract.messages import Gradient
 
-from .strategies import Ask, Conduct, Metric, Reply, State, Strategy
+from .strategies import Ask, Conduct, Metric, Reply, Site, State, Strategy
+
+_AT = "at/"  # prefix of a checkpoint's values that hold device positions
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,22 @@ class Pending:
 
     id: str
     ask: Ask
+    expected: tuple[str, ...]  # devices whose answers are waited for, in the order of asking
     replies: dict[str, Reply] = field(default_factory=dict)
-    progress_s: dict[str, float] = field(default_factory=dict)  # device -> when it last got on
+    progress_s: dict[str, float] = field(default_factory=dict)  # device -> when it last got on, came or went
 
     @property
     def missing(self) -> list[str]:
-        """Asked devices without an answer, in the order of asking."""
-        return [device for device in self.ask.tensors if device not in self.replies]
+        """Devices without an answer, in the order of asking."""
+        return [device for device in self.expected if device not in self.replies]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What happened since the checkpoint that a site goes on from."""
+
+    replies: Mapping[tuple[str, str], Gradient] = field(default_factory=dict)  # (ask, device) -> reply
+    quorums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # ask -> devices that it went on with
 
 
 @dataclass
@@ -44,11 +55,14 @@ class SiteRun:
 
     name: str
     devices: tuple[str, ...]  # sorted
-    strategy: Strategy
+    build: Callable[[], Strategy]  # a strategy at its beginning
     classes: int | None = None  # None before the first device joined
     resumed: tuple[State, bool] | None = None  # newest checkpoint, and whether the strategy had ended
-    journal: Mapping[tuple[str, str], Gradient] = field(default_factory=dict)  # replies since that checkpoint
+    journal: Journal = field(default_factory=lambda: Journal())
 
+    strategy: Strategy = field(init=False)  # from `load` on
+    positions: dict[str, int] = field(default_factory=dict)  # device -> step of the last question that moved it
+    base: dict[str, int] = field(default_factory=dict)  # the same at the newest checkpoint
     conduct: Conduct | None = None
     pending: Pending | None = None
     ready: dict[str, Reply] | None = None  # replies to hand in with the next advance
@@ -59,6 +73,20 @@ class SiteRun:
     status: str = "waiting for devices"
     told: str = ""  # the status that was sent last
     requests: dict[Request, None] = field(default_factory=dict)  # an ordered set
+
+    def checkpoint(self) -> State:
+        """All that is needed to go on from here, devices' positions included."""
+        state = self.strategy.state()
+        return State(state.tensors, {**state.values, **{_AT + name: step for name, step in self.positions.items()}})
+
+    def load(self, facts: Site, state: State | None) -> None:
+        """Be where the checkpoint was taken; None is the beginning."""
+        self.strategy = self.build()
+        self.positions = positions_of(state)
+        self.base = dict(self.positions)
+        if state is not None:
+            own = {name: value for name, value in state.values.items() if not name.startswith(_AT)}
+            self.strategy.load(facts, State(state.tensors, own))
 
     @property
     def over(self) -> bool:
@@ -71,3 +99,9 @@ class SiteRun:
         if self.pending is None:
             return ""
         return f"{len(self.pending.replies)} of {len(self.pending.ask.tensors)} devices answered"
+
+
+def positions_of(state: State | None) -> dict[str, int]:
+    """Where a checkpoint's devices stand; those that were never moved are at 0 and not named."""
+    values = {} if state is None else state.values
+    return {name.removeprefix(_AT): int(step or 0) for name, step in values.items() if name.startswith(_AT)}

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,12 @@ class RunRecords:
 
     def journal(self, site: str, device: str, reply: Gradient) -> None:
         self._directory.journal(site, device, reply)
+
+    def journal_quorum(self, site: str, ask: str, devices: tuple[str, ...]) -> None:
+        self._directory.journal_quorum(site, ask, devices)
+
+    def rewind(self, site: str, fits: Callable[[State], bool]) -> State | None:
+        return self._directory.rewind(site, fits)
 
     def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
         self._directory.record({"site": site, **record})
@@ -160,7 +166,7 @@ def _site_runs(
     for name, devices in sites.items():
         fixed = store.classes(name)
         site = SiteRun(
-            name, tuple(devices), module.build(theta_b, settings), None if fixed is None else fixed[0],
+            name, tuple(devices), lambda: module.build(theta_b, settings), None if fixed is None else fixed[0],
             directory.resume(name), directory.journalled(name),
         )  # fmt: skip
         site.last_record = next(

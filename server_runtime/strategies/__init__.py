@@ -53,12 +53,19 @@ class Settings:
 @dataclass(frozen=True)
 class Ask:
     """A question to devices. `name` is unique within the site's run and the same after a restart, so that a device may
-    answer a repeated question from its memory; `tensors` holds, for each asked device, what its question carries."""
+    answer a repeated question from its memory; `tensors` holds, for each asked device, what its question carries.
+
+    `step` numbers a question that moves a part of the model on the device: both sides then go back to a common
+    checkpoint when one has lost its newest. Numbers rise from 1. `quorum` answers are enough when the other devices are
+    away or stuck; None waits for all.
+    """
 
     name: str
     kind: str
     tensors: Mapping[str, Tensors]
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    step: int | None = None
+    quorum: int | None = None
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ class SplitAdaptation:
             if upload.device in places
         }
         parameters: dict[str, float | int | str] = {} if self._g is None else {"split": "train"}
-        replies = yield Ask(f"step-{self._step}", kind, question, parameters)
+        moved = self._step if self._g is None else None  # a head on the device takes this step as well
+        replies = yield Ask(f"step-{self._step}", kind, question, parameters, step=moved)
         usable = {
             device: reply
             for device, reply in replies.items()

@@ -82,7 +82,7 @@ def test_only_what_the_table_allows_is_sent(role: Role, state: State, name: str)
 def test_only_what_the_table_allows_is_received(role: Role, state: State, name: str) -> None:
     message = SAMPLES[name]
     session = pair(state).side(role)
-    numbered = message.TYPE in ("ask", "features", "scores", "gradient", "chunk")
+    numbered = message.TYPE in ("ask", "features", "scores", "gradient", "checkpoints", "chunk")
     frame = encode(message, seq=int(numbered), ack=0)
     legal = (role, state, Direction.RECEIVE, message.TYPE) in TRANSITIONS
     try:
@@ -306,7 +306,8 @@ def test_new_session_begins_with_nothing_stored() -> None:
 def test_wi_02_large_messages_pass_whatever_the_smaller_frame_limit(server_frame_bytes: int) -> None:
     joined = pair(welcome=dataclasses.replace(WELCOME, frame_bytes=server_frame_bytes))
     gradient = Gradient("a-1", 0.5, 1, 64, np.arange(64 * 197 * 192, dtype=np.float32).reshape(64, -1))  # 9.7 MB
-    ask = Ask("a-2", "head_step", {}, 60.0, {"features": gradient.gradient, "sample_ids": np.zeros((64, 16), np.uint8)})
+    tensors = {"features": gradient.gradient, "sample_ids": np.zeros((64, 16), np.uint8)}
+    ask = Ask("a-2", "head_step", {"step": 1, "after": 0, "base": 0}, 60.0, tensors)
     (to_server,), (to_device,) = joined.say(DEVICE, gradient), joined.say(SERVER, ask)
     assert isinstance(to_server, Received) and isinstance(to_device, Received)
     assert isinstance(to_server.message, Gradient) and isinstance(to_device.message, Ask)

@@ -260,7 +260,7 @@ def test_asked_again_after_a_lost_connection_the_answer_is_the_same(
     line = Line(tmp_path, write_device(tmp_path, package, images, label_mode="client-head"), package)
     ids = np.stack([np.frombuffer(sample.sample_id, np.uint8) for sample in line.equipment.dataset.samples])
     features = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
-    ask = Ask("run-1.step-1", "head_step", {}, 60.0, {"features": features, "sample_ids": ids})
+    ask = Ask("run-1.step-1", "head_step", {"step": 1, "after": 0, "base": 0}, 60.0, {"features": features, "sample_ids": ids})
     line.server.on_open = lambda server: server.session.send(ask)
     line.run(lambda: len(line.server.gradients) == 1)
     line.run(lambda: len(line.server.gradients) == 2)

@@ -17,6 +17,7 @@ from contract.messages import (
     Ask,
     Bye,
     Challenge,
+    Checkpoints,
     Chunk,
     Features,
     Gradient,
@@ -65,7 +66,10 @@ MESSAGES: dict[str, Message] = {
         *("a-2", "score_batch", {"split": "train"}, 60.0),
         {"logits": _floats(2, 3), "sample_ids": _ids(2)},
     ),
-    "ask_head_step": Ask("a-3", "head_step", {}, 60.0, {"features": _floats(2, 5), "sample_ids": _ids(2)}),
+    "ask_head_step": Ask(
+        *("a-3", "head_step", {"step": 7, "after": 5, "base": 4}, 60.0),
+        {"features": _floats(2, 5), "sample_ids": _ids(2)},
+    ),
     "features": Features(
         *("a-1", 0, 3, "train", _ids(2), _codes(2, 5, 4)),
         np.arange(8, dtype=np.uint16).reshape(2, 4),
@@ -74,6 +78,7 @@ MESSAGES: dict[str, Message] = {
     "features_bare": Features("infer-1", 0, 1, "infer", _ids(1), _codes(1, 5, 4), None, None),
     "scores": Scores("infer-1", 0, _floats(1, 3)),
     "gradient": Gradient("a-2", 0.75, 1, 2, _floats(2, 3)),
+    "checkpoints": Checkpoints("a-3", (0, 2, 4)),
     "chunk": Chunk(_DIGEST, 0, 2, 9, np.arange(5, dtype=np.uint8)),
     "heartbeat": Heartbeat(12, True, "training, epoch 12 of 100", 3.5),
     "bye": Bye("collected", True),

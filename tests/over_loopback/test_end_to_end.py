@@ -11,7 +11,9 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
 from tests.make_package import DEVICES, MODEL, MODEL_ARGS, PRIVATE_CLASSES
@@ -64,13 +66,13 @@ def test_labels_can_stay_on_the_device(deployment: Deployment, mode: str) -> Non
     assert all(answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES) for answer in answers)
 
 
-@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient"])
+@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient", "client-head"])
 def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
     roots = {name: tmp_path / name for name in ("undisturbed", "killed")}
     for root in roots.values():
         root.mkdir()
     calm, killed = (Deployment(package, root) for root in roots.values())
-    options = ("--epochs", EPOCHS, "--label-mode", mode)
+    options = ("--epochs", EPOCHS, "--label-mode", mode, "--run", "same")  # a device's head is keyed by the run
     with calm.server(*options, "--exit-when-done") as server:
         calm.run_devices("--label-mode", mode)
         assert server.wait(timeout=120) == 0
@@ -91,6 +93,42 @@ def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_p
 
     assert uploaded_samples(killed.root) == uploaded_samples(calm.root) == [(device, 12) for device in DEVICES]
     assert killed.model() == calm.model() != {}
+
+
+def test_newest_states_lost_on_either_side_change_nothing(package: Path, tmp_path: Path) -> None:
+    calm, broken = (Deployment(package, tmp_path / name) for name in ("undisturbed", "broken"))
+    mode = ("--label-mode", "client-head")
+    options = ("--epochs", EPOCHS, *mode, "--exit-when-done", "--run", "same")  # a head's start is keyed by the run
+    for each in (calm, broken):
+        each.root.mkdir()
+    with calm.server(*options) as server:
+        calm.run_devices(*mode)
+        assert server.wait(timeout=120) == 0
+
+    copy_secrets(calm.root, broken.root)
+    server = broken.start_server(*options)
+    first, second = (broken.start_device(device, *mode) for device in DEVICES)
+    wait_until(lambda: any(line.get("epoch", 0) >= 5 for line in broken.metrics()), "epoch 5")
+    stop(first, signal.SIGKILL)
+    (broken.root / "state" / DEVICES[0] / "checkpoints" / "head.safetensors").write_bytes(b"torn")
+    first = broken.start_device(DEVICES[0], *mode)
+    wait_until(lambda: "both sides hold" in (broken.root / "server.log").read_text(), "the way back")
+    wait_until(lambda: any(line.get("epoch", 0) >= 12 for line in broken.metrics()), "epoch 12")
+    stop(server, signal.SIGKILL)
+    (broken.root / "runs" / "same" / "checkpoints" / "site.safetensors").write_bytes(b"torn")
+    server = broken.start_server(*options)
+    for device, process in zip(DEVICES, (first, second), strict=True):
+        broken.report_of(device, process)
+    assert server.wait(timeout=120) == 0
+
+    assert uploaded_samples(broken.root) == uploaded_samples(calm.root) == [(device, 12) for device in DEVICES]
+    assert [line.get("epoch") for line in broken.metrics()] == [line.get("epoch") for line in calm.metrics()]
+    assert broken.model() == calm.model() != {}
+    for device in DEVICES:
+        heads = [
+            load_file(each.root / "state" / device / "checkpoints" / "head.safetensors") for each in (calm, broken)
+        ]
+        assert all(np.array_equal(heads[0][name], heads[1][name]) for name in ("weight", "bias", "second_moment"))
 
 
 def copy_secrets(source: Path, target: Path) -> None:

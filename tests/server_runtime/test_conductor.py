@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 
 from contract.errors import TrainingError
 from contract.messages import Ask as AskMessage
-from contract.messages import Bye, Gradient, Message, Scores
+from contract.messages import Bye, Checkpoints, Gradient, Message, Scores
 from server_runtime import pipe
 from server_runtime.conductor import Conducting, Conductor
 from server_runtime.pipe import PipeFrame
-from server_runtime.site_run import Request, SiteRun
+from server_runtime.site_run import Journal, Request, SiteRun
 from server_runtime.store import Upload
 from server_runtime.strategies import Ask, Conduct, Metric, Progress, Record, Replies, Site, State
 from tests.server_runtime import tiny
@@ -62,6 +63,8 @@ class Memory:
     frames: list[PipeFrame] = field(default_factory=list)
     kept: list[tuple[Mapping[str, Metric], State | None, bool]] = field(default_factory=list)
     replies: dict[tuple[str, str], Gradient] = field(default_factory=dict)
+    quorums: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    rewound: list[State | None] = field(default_factory=list)
     now_s: float = 0.0
 
     def send(self, frame: PipeFrame) -> None:
@@ -75,6 +78,16 @@ class Memory:
 
     def journal(self, site: str, device: str, reply: Gradient) -> None:
         self.replies[reply.ask, device] = reply
+
+    def journal_quorum(self, site: str, ask: str, devices: tuple[str, ...]) -> None:
+        self.quorums[ask] = devices
+
+    def rewind(self, site: str, fits: Callable[[State], bool]) -> State | None:
+        self.replies.clear()
+        while self.kept and (self.kept[-1][1] is None or not fits(self.kept[-1][1])):
+            self.kept.pop()
+        self.rewound.append(self.kept[-1][1] if self.kept else None)
+        return self.rewound[-1]
 
     def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
         self.kept.append((record, state, ended))
@@ -100,7 +113,8 @@ def conduct(*sites: SiteRun, rules: Conducting = RULES, memory: Memory | None = 
 
 
 def clinic(strategy: Scripted | None = None, *devices: str, **more: object) -> SiteRun:
-    return SiteRun("clinic", devices or ("a", "b"), strategy or Scripted(), **more)  # type: ignore[arg-type]
+    scripted = strategy or Scripted()
+    return SiteRun("clinic", devices or ("a", "b"), lambda: deepcopy(scripted), **more)  # type: ignore[arg-type]
 
 
 def join(device: str, purpose: str = "adapt", site: str = "clinic") -> PipeFrame:
@@ -234,7 +248,7 @@ def test_gradients_are_asked_for_step_by_step_and_come_from_the_journal_after_a_
     assert not conductor.runnable
     assert list(memory.replies) == [("run.step-1", "a")]
 
-    again = clinic(Scripted(steps=2, asks=True), "a", "b", classes=3, journal=memory.replies)
+    again = clinic(Scripted(steps=2, asks=True), "a", "b", classes=3, journal=Journal(memory.replies))
     restarted, memory = conduct(again, rules=LOGITS, memory=Memory(uploads=uploads))
     restarted.feed(join("a"))
     restarted.feed(join("b"))
@@ -248,6 +262,181 @@ def test_gradients_are_asked_for_step_by_step_and_come_from_the_journal_after_a_
     finish(restarted)
     assert again.ended
     assert memory.taken() == [("a", Bye("done", True)), ("b", Bye("done", True))]
+
+
+class Moving(Scripted):
+    """One step per epoch, which moves a head on each device; every second epoch is none of b's."""
+
+    def __init__(self, steps: int = 6, quorum: int | None = None) -> None:
+        super().__init__(steps)
+        self.quorum = quorum
+
+    def run(self, site: Site) -> Conduct:
+        yield Ask("features", "collect_features", {d: {} for d in site.devices}, FEATURES)
+        while self.epoch < self.steps:
+            step = self.epoch + 1
+            asked = [device for device in site.devices if device != "b" or step % 2]
+            question = {d: {"features": np.zeros((1, 2), np.float32), "sample_ids": np.zeros((1, 16), np.uint8)}
+                        for d in asked}  # fmt: skip
+            replies = yield Ask(f"step-{step}", "head_step", question, step=step, quorum=self.quorum)
+            self.seen.append(replies)
+            self.epoch = step
+            yield Record({"epoch": step})
+
+
+HEADS = replace(RULES, label_mode="client-head", checkpoint_s=0.0)
+UPLOADED = {(device, "run.features"): tiny.upload(device, 2) for device in "ab"}
+
+
+class Devices:
+    """Answers the conductor's questions, each device from the steps that it holds."""
+
+    def __init__(self, conductor: Conductor, memory: Memory, *names: str) -> None:
+        self.conductor, self.memory = conductor, memory
+        self.held: dict[str, set[int]] = {name: {0} for name in names}
+        self.numbers: list[tuple[str, int, int, int]] = []  # device, step, after, base
+        for name in names:
+            conductor.feed(join(name))
+
+    def answer(self, until_step: int = 99) -> None:
+        """Answer all questions up to a step."""
+        while True:
+            finish(self.conductor)
+            asks = [(device, message) for device, message in self.memory.taken() if isinstance(message, AskMessage)]
+            if not asks:
+                return
+            for device, ask in asks:
+                step, after, base = (int(ask.parameters[name]) for name in ("step", "after", "base"))
+                if step > until_step:
+                    continue
+                self.numbers.append((device, step, after, base))
+                if after in self.held[device]:
+                    self.held[device].add(step)
+                    self.conductor.feed(pipe.carry("clinic", device, gradient(ask.ask)))
+                else:
+                    held = Checkpoints(ask.ask, tuple(sorted(self.held[device])))
+                    self.conductor.feed(pipe.carry("clinic", device, held))
+
+
+def test_a_question_that_moves_a_head_says_from_where_and_where_both_could_go_back_to() -> None:
+    conductor, memory = conduct(clinic(Moving(4), classes=3), rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a", "b")
+    devices.answer()
+    assert devices.numbers == [
+        ("a", 1, 0, 0), ("b", 1, 0, 0), ("a", 2, 1, 1), ("a", 3, 2, 2), ("b", 3, 1, 1), ("a", 4, 3, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "common"), [({0, 3}, 3), ({0, 1}, 1), ({0}, 0)])
+def test_a_device_that_lost_its_newest_head_takes_its_site_back_to_a_common_step(left: set[int], common: int) -> None:
+    site = clinic(Moving(6), "a", classes=3)
+    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a")
+    devices.answer(until_step=4)
+    devices.held["a"] = set(left)
+    conductor.feed(PipeFrame(pipe.LEFT, "clinic", "a"))
+    conductor.feed(join("a"))
+    devices.numbers.clear()
+    devices.answer()
+    assert site.ended
+    refused, *replayed = devices.numbers
+    assert refused[:3] == ("a", 5, 4)
+    assert [step for _, step, _, _ in replayed] == list(range(common + 1, 7))
+    assert any("goes back to the last step" in frame.text for frame in memory.frames if frame.kind == pipe.WARNING)
+
+
+def test_two_devices_that_hold_different_steps_meet_where_both_can() -> None:
+    site = clinic(Moving(8), classes=3)
+    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a", "b")
+    devices.answer(until_step=6)
+    devices.held = {"a": {0, 2}, "b": {0, 5}}
+    for name in "ab":
+        conductor.feed(join(name))
+    devices.answer()
+    assert site.ended
+    assert devices.held["a"] >= set(range(9))
+    assert memory.rewound[-1] is None  # the only step of which both still held their heads
+
+
+def test_a_device_that_refuses_a_step_it_could_take_fails_its_site_instead_of_for_ever() -> None:
+    site = clinic(Moving(4), "a", classes=3)
+    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    conductor.feed(join("a"))
+    finish(conductor)
+    conductor.feed(pipe.carry("clinic", "a", Checkpoints("run.step-1", (0, 7))))
+    assert site.failure is not None and "refuses the step after 0" in site.failure.cause
+
+
+def test_positions_come_back_with_the_checkpoint() -> None:
+    first = clinic(Moving(6), classes=3)
+    conductor, memory = conduct(first, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    Devices(conductor, memory, "a", "b").answer(until_step=4)
+    kept = [state for _, state, _ in memory.kept if state is not None][-1]
+    again = clinic(Moving(6), classes=3, resumed=(kept, False))
+    conductor, memory = conduct(again, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a", "b")
+    devices.held = {"a": {4}, "b": {3}}
+    devices.answer()
+    assert devices.numbers == [("a", 5, 4, 4), ("b", 5, 3, 3), ("a", 6, 5, 5)]
+
+
+def test_without_a_quorum_a_site_waits_however_long() -> None:
+    site = clinic(Moving(2), classes=3)
+    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    Devices(conductor, memory, "a").answer()
+    memory.now_s += 1e6
+    conductor.work()
+    assert site.pending is not None and site.pending.missing == ["b"]
+
+
+def test_with_a_quorum_a_site_goes_on_without_who_is_away_but_not_at_once() -> None:
+    site = clinic(Moving(2, quorum=1), classes=3)
+    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a", "b")
+    conductor.feed(PipeFrame(pipe.LEFT, "clinic", "b"))
+    devices.answer(until_step=0)
+    conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
+    memory.now_s += RULES.absent_s
+    conductor.work()
+    assert site.pending is not None  # it may be on its way back
+    memory.now_s += 1.0
+    conductor.work()
+    assert memory.quorums == {"run.step-1": ("a",)}
+    assert list(site.strategy.seen[-1]) == ["a"]  # type: ignore[attr-defined]
+    assert "b" not in site.positions  # a late answer is passed over, and b is asked from where it stands
+
+
+def test_with_a_quorum_a_connected_device_is_given_its_time_and_too_few_answers_are_not_enough() -> None:
+    for quorum, closes in ((1, True), (2, False)):
+        site = clinic(Moving(2, quorum=quorum), classes=3)
+        conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
+        devices = Devices(conductor, memory, "a", "b")
+        devices.answer(until_step=0)
+        conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
+        memory.now_s += RULES.idle_progress_s
+        conductor.work()
+        assert memory.quorums == {}
+        memory.now_s += 1.0
+        conductor.work()
+        assert bool(memory.quorums) is closes
+
+
+def test_a_restarted_server_goes_on_with_the_same_devices_as_before_the_stop() -> None:
+    first = clinic(Moving(2, quorum=1), classes=3)
+    conductor, memory = conduct(first, rules=replace(HEADS, checkpoint_s=1e9), memory=Memory(uploads=UPLOADED))
+    Devices(conductor, memory, "a")
+    finish(conductor)
+    conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
+    memory.now_s += RULES.absent_s + 1.0
+    conductor.work()
+    again = clinic(Moving(2, quorum=1), classes=3, journal=Journal(memory.replies, memory.quorums))
+    conductor, memory = conduct(again, rules=HEADS, memory=Memory(uploads=UPLOADED))
+    devices = Devices(conductor, memory, "a", "b")
+    devices.held["a"].add(1)
+    devices.answer()
+    # Step 1 is not asked again, although b is here now.
+    assert again.ended and devices.numbers == [("a", 2, 1, 1)]
 
 
 def test_a_stale_gradient_is_passed_over() -> None:
@@ -277,7 +466,7 @@ def test_inference_is_held_until_the_backend_is_ready_and_then_answered() -> Non
 
 
 def test_inference_of_one_site_is_answered_while_another_trains() -> None:
-    farm = SiteRun("farm", ("f",), Scripted(steps=50), classes=3)  # type: ignore[arg-type]
+    farm = SiteRun("farm", ("f",), lambda: Scripted(steps=50), classes=3)
     site = clinic(None, "a", classes=3, resumed=(State({}, {"epoch": 2}), True))
     conductor, memory = conduct(farm, site, memory=Memory(uploads={("f", "run.features"): tiny.upload("f", 2)}))
     conductor.feed(join("a", "infer"))
@@ -288,7 +477,7 @@ def test_inference_of_one_site_is_answered_while_another_trains() -> None:
 
 
 def test_a_site_that_fails_is_told_and_the_others_go_on() -> None:
-    farm = SiteRun("farm", ("f",), Scripted(), classes=3)  # type: ignore[arg-type]
+    farm = SiteRun("farm", ("f",), Scripted, classes=3)
     site = clinic(Scripted(fails=True), "a", classes=3)
     uploads = {(device, "run.features"): tiny.upload(device, 2) for device in "af"}
     conductor, memory = conduct(farm, site, memory=Memory(uploads=uploads))

@@ -30,7 +30,7 @@ def test_frames_come_through_in_any_pieces(cuts: list[int]) -> None:
 
 def test_messages_are_carried_as_codec_bytes() -> None:
     tensors = {"features": np.ones((2, 3), np.float32), "sample_ids": np.zeros((2, 16), np.uint8)}
-    ask = Ask("a", "head_step", {}, 5.0, tensors)
+    ask = Ask("a", "head_step", {"step": 1, "after": 0, "base": 0}, 5.0, tensors)
     again = carried(carry("clinic", "pi", ask))
     assert isinstance(again, Ask)
     assert np.array_equal(again.tensors["features"], ask.tensors["features"])

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from contract.messages import Gradient  # noqa: E402
 from server_runtime.run_directory import RunDirectory  # noqa: E402
+from server_runtime.site_run import Journal  # noqa: E402
 from server_runtime.strategies import State  # noqa: E402
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -78,8 +79,18 @@ def test_the_journal_holds_replies_since_the_checkpoint(tmp_path: Path) -> None:
     for device in "ab":
         directory.journal("clinic", device, reply(2))
     found = RunDirectory(tmp_path).journalled("clinic")
-    assert sorted(found) == [("run.step-2", "a"), ("run.step-2", "b")]
-    assert np.array_equal(found["run.step-2", "a"].gradient, reply(2).gradient)
+    assert sorted(found.replies) == [("run.step-2", "a"), ("run.step-2", "b")]
+    assert np.array_equal(found.replies["run.step-2", "a"].gradient, reply(2).gradient)
+
+
+def test_the_journal_holds_which_devices_a_question_went_on_with(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.journal("clinic", "a", reply(1))
+    directory.journal_quorum("clinic", "run.step-1", ("a", "c"))
+    directory.journal("clinic", "a", reply(2))
+    found = RunDirectory(tmp_path).journalled("clinic")
+    assert found.quorums == {"run.step-1": ("a", "c")}
+    assert sorted(found.replies) == [("run.step-1", "a"), ("run.step-2", "a")]
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "noise behind"])
@@ -89,10 +100,38 @@ def test_de_04_a_torn_journal_is_cut_and_goes_on(damage: str, tmp_path: Path) ->
         directory.journal("clinic", "a", reply(step))
     path = tmp_path / "journal" / "clinic"
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    kept = directory.journalled("clinic")
+    kept = directory.journalled("clinic").replies
     assert len(kept) == {"empty": 0, "half": 1, "noise behind": 2}[damage] or len(kept) == 0
     directory.journal("clinic", "a", reply(9))
-    assert set(directory.journalled("clinic")) == {*kept, ("run.step-9", "a")}
+    assert set(directory.journalled("clinic").replies) == {*kept, ("run.step-9", "a")}
+
+
+def test_going_back_takes_the_newest_checkpoint_that_fits(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.keep("clinic", state(1), ended=False)
+    directory.keep("clinic", state(2), ended=False)
+    directory.journal("clinic", "a", reply(3))
+    found = directory.rewind("clinic", lambda found: found.values["epoch"] == 1)
+    assert found is not None and found.values == {"epoch": 1, "text": "x", "unknown": None}
+    assert directory.journalled("clinic") == Journal()
+    assert epoch_of(directory) == 1  # the newer one is gone: its steps are taken again
+    assert directory.rewind("clinic", lambda found: False) is None
+    assert epoch_of(directory) is None
+
+
+def test_what_is_recorded_again_after_a_stop_stands_once(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for epoch in (1, 2, 3):
+        directory.record({"site": "clinic", "epoch": epoch})
+        directory.record({"site": "farm", "epoch": epoch})
+        if epoch == 2:
+            directory.keep("clinic", state(2), ended=False)
+    again = RunDirectory(tmp_path)
+    again.resume("clinic")
+    lines = [(line["site"], line["epoch"]) for line in again.metrics()]
+    assert lines == [("clinic", 1), ("farm", 1), ("clinic", 2), ("farm", 2), ("farm", 3)]
+    again.rewind("clinic", lambda found: False)
+    assert {line["site"] for line in again.metrics()} == {"farm"}
 
 
 def test_metrics_append_and_a_torn_line_is_cut(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def drive(
             return records
         replies = {}
         if isinstance(step, Ask):
-            assert set(step.parameters) == set(ASK_KINDS[step.kind].parameters)
+            numbers = () if step.step is None else ("step", "after", "base")  # the conductor's to give
+            assert {*step.parameters, *numbers} == set(ASK_KINDS[step.kind].parameters)
             replies = {device: answer(step, device, uploads[device]) for device in step.tensors}
         elif isinstance(step, Record):
             records.append(step)
