@@ -99,7 +99,8 @@ class Server:
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
-        self._ready = asyncio.Event()
+        self._started = asyncio.Event()  # the torch process may be told things
+        self._ready = asyncio.Event()  # and has loaded its backend
         self._fault: BaseException | None = None
         self._child: TorchChild | None = None
         self.outcome = Outcome()
@@ -120,6 +121,7 @@ class Server:
         async with contextlib.AsyncExitStack() as stack:
             socket_server = await stack.enter_async_context(await self._listen(context, binding))
             self._child = await TorchChild.start(self._job.start, self._job.threads)
+            self._started.set()
             for endless in (self._listen_to_child(), self._tick()):
                 task = asyncio.create_task(endless)
                 task.add_done_callback(self._give_up_if_failed)
@@ -174,8 +176,9 @@ class Server:
             ) from error
 
     async def _converse(self, device: ServerConnection, binding: bytes) -> None:
-        await self._first_of(self._ready, self._stop)
-        if self._stop.is_set():  # stopped while torch was loading: nobody may keep the socket server open
+        # Torch takes seconds to load; meanwhile devices come in and their uploads are stored and acknowledged.
+        await self._first_of(self._started, self._stop)
+        if self._stop.is_set():
             return
         if len(self._open) >= self._limits.connections:
             await device.close(1013, "too many connections, try again later")
