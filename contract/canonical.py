@@ -44,8 +44,7 @@ def to_json(value: object) -> bytes:
     Raises: CanonicalError if JSON cannot hold the value (NaN, infinity, a lone surrogate, another type).
     """
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode("utf-8")
+        return _ENCODER.encode(value).encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
         raise CanonicalError(f"expected a value that JSON can hold: {error}") from error
 
@@ -58,12 +57,7 @@ def from_json(data: bytes, max_bytes: int) -> object:
     if len(data) > max_bytes:
         raise CanonicalError(f"expected at most {max_bytes} bytes of JSON, found {len(data)}")
     try:
-        value = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_float=_finite,
-            parse_constant=_finite,
-        )
+        value = _DECODER.decode(data.decode("utf-8"))
     except CanonicalError:
         raise
     except (ValueError, RecursionError) as error:
@@ -87,6 +81,11 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):  # "1e999" as well as the words NaN and Infinity
         raise CanonicalError(f"expected a finite number, found {text[:_SHOWN_CHARACTERS]}")
     return value
+
+
+# Made once: building them takes longer than most of what they encode and decode.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
 
 
 # --- dataclasses -------------------------------------------------------------------------------------------------

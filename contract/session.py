@@ -21,8 +21,9 @@ a device may write them into its spool. Other messages bear 0.
     server -> device   numbers begin at `Hello.last_seq` + 1 on every connection; an ask is repeated by its id.
 
 Acknowledgements. Every frame outside the handshake bears the highest number that `stored` was called for. Where none is
-to be sent, a heartbeat carries it. A number received again is dropped and acknowledged again; a number left out is
-an error, as the connection keeps order.
+to be sent, a heartbeat carries it: at once for features, which the sender keeps on its disk until then; after
+`ack_wait_s` or half of the credit for what can be made again, as the answer that follows will mostly carry it. A number
+received again is dropped and acknowledged again; a number left out is an error, as the connection keeps order.
 
 Credit. Neither side has more than `Welcome.credit` messages unacknowledged: a hard cap on what a peer must hold.
 """
@@ -30,8 +31,8 @@ Credit. Neither side has more than `Welcome.credit` messages unacknowledged: a h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from contract import codec
@@ -82,6 +83,7 @@ _WORK = {
 }
 _NUMBERED = frozenset(("ask", "features", "scores", "gradient", "checkpoints", "chunk"))
 _CARRYING_ACK = _NUMBERED | {"heartbeat", "bye"}
+_DURABLE = frozenset(("features",))  # others are replayable: made again by id
 
 
 def _transitions() -> Mapping[tuple[Role, State, Direction, str], State]:
@@ -118,19 +120,29 @@ _CURE_REMOTE = "update both programs to one version; if it stays, the peer is fa
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """What a session takes from its peer; `silence_s` without any frame means that the peer is gone."""
+    """What a session takes from its peer, and what it hands out.
+
+    `silence_s` without any frame means that the peer is gone; an acknowledgement of what can be made again waits for
+    `ack_wait_s`, then goes with the next `tick`; `burst_bytes` of frames or a few more are made at once.
+    """
 
     frame_bytes: int = codec.LIMITS.frame_bytes
     object_bytes: int = codec.LIMITS.object_bytes
     silence_s: float = 45.0
+    ack_wait_s: float = 0.1
+    burst_bytes: int = 2 << 20
 
 
 @dataclass(frozen=True)
 class Received:
-    """A message for this side; `seq` is to be given to `stored`, or 0 where nothing is to be acknowledged."""
+    """A message for this side, and the bytes that it came in, or was put together from.
+
+    `seq` is to be given to `stored`, or 0 where nothing is to be acknowledged.
+    """
 
     seq: int
     message: Message
+    frame: bytes | memoryview = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -154,11 +166,22 @@ class _Outgoing:
 
 @dataclass
 class _Incoming:
-    """The peer's numbers: the last received, the last stored here, the last that we told it is stored."""
+    """The peer's numbers: the last received, the last durable one among them, the last stored here, the last that we
+    told it is stored."""
 
     received: int = 0
     stored: int = 0
     announced: int = 0
+    durable: int = 0
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """A message on its way out: its frames are made one after the other, so that a large one is never there twice."""
+
+    seq: int
+    carries_ack: bool
+    parts: Iterator[Payload]
 
 
 # --- the machine -------------------------------------------------------------------------------------------------
@@ -179,8 +202,8 @@ class Session:
         self._limits = limits
         self._resume_received, self._resume_next = received_seq, next_seq
         self._outgoing, self._incoming = _Outgoing(), _Incoming()
-        self._ack_owed = False
-        self._queue: deque[tuple[int, Payload]] = deque()
+        self._ack_due_s: float | None = None  # when a heartbeat is sent to acknowledge; None: nothing to acknowledge
+        self._queue: deque[_Queued] = deque()
         self._assembler = Assembler(codec.Limits(object_bytes=limits.object_bytes))
         self._hello: Hello | None = None
         self._welcome: Welcome | None = None
@@ -191,40 +214,56 @@ class Session:
 
     # Sending.
 
-    def send(self, message: Message, seq: int | None = None) -> int:
+    def send(self, message: Message | Payload, seq: int | None = None) -> int:
         """Queue a message and return its number (0: not numbered); `seq`, if given, must be the number that is next.
 
+        A payload is a message of the work that was prepared before; its arrays must not change until it is written out.
         Raises: LocalProtocolError if it is not legal now, lacks credit, or cannot be encoded; nothing has changed then.
         """
-        following = self._following(Direction.SEND, message)
-        if isinstance(message, Chunk):
+        kind = message.kind if isinstance(message, Payload) else message.TYPE
+        following = self._following(Direction.SEND, kind)
+        if kind == Chunk.TYPE:
             raise self._fault(Direction.SEND, "a whole message, which is cut here if it is large", "a chunk")
-        payload = codec.prepare(message)
-        number = self._number(message, seq)
-        self._agree(Direction.SEND, message)
+        payload = message if isinstance(message, Payload) else codec.prepare(message)
+        number = self._number(kind, seq)
+        if not isinstance(message, Payload):
+            self._agree(Direction.SEND, message)
         if number:
             self._outgoing.next += 1
-        self._queue.extend((number, part) for part in self._parts(payload))
+        self._enqueue(number, payload)
         self.state = following
         return number
 
     def frames_to_send(self) -> list[bytes]:
-        """Frames to write out now, in order; each is given out once."""
-        carried = any(payload.message.TYPE in _CARRYING_ACK for _, payload in self._queue)
-        if self._ack_owed and not carried and self.state is State.OPEN:
-            self._queue.append((0, codec.prepare(self.status)))
-        frames = []
-        while self._queue:
-            seq, payload = self._queue.popleft()
+        """Frames to write out now, in order; each is given out once. Call again until there are none."""
+        if self._ack_is_due() and not any(queued.carries_ack for queued in self._queue):
+            self._enqueue(0, codec.prepare(self.status))
+        frames: list[bytes] = []
+        left_bytes = self._limits.burst_bytes
+        while self._queue and left_bytes > 0:
+            queued = self._queue[0]
+            payload = next(queued.parts, None)
+            if payload is None:
+                self._queue.popleft()
+                continue
             ack = 0
-            if payload.message.TYPE in _CARRYING_ACK:
+            if queued.carries_ack:
                 ack = self._incoming.announced = self._incoming.stored
-                self._ack_owed = False
-            self._outgoing.sent = max(self._outgoing.sent, seq)
-            frames.append(payload.frame(seq, ack))
+                self._ack_due_s = None
+            self._outgoing.sent = max(self._outgoing.sent, queued.seq)
+            frames.append(payload.frame(queued.seq, ack))
+            left_bytes -= len(frames[-1])
         if frames:
             self._spoke_s = self._now_s
         return frames
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether `frames_to_send` would give any."""
+        return bool(self._queue) or self._ack_is_due()
+
+    def _ack_is_due(self) -> bool:
+        return self._ack_due_s is not None and self._now_s >= self._ack_due_s and self.state is State.OPEN
 
     @property
     def credit(self) -> int:
@@ -255,13 +294,25 @@ class Session:
         """
         if seq > self._incoming.received:
             raise self._fault(Direction.SEND, f"to store up to {self._incoming.received}", f"{seq}")
-        if seq > self._incoming.stored:
-            self._incoming.stored = seq
-            self._ack_owed = True
+        incoming = self._incoming
+        if seq > incoming.stored:
+            at_once = incoming.durable > incoming.stored or self.peer_needs_credit
+            incoming.stored = seq
+            self._owe_ack(0.0 if at_once else self._limits.ack_wait_s)
+
+    @property
+    def peer_needs_credit(self) -> bool:
+        """Whether half of the credit is used up: what was received should be stored and acknowledged soon."""
+        credit = self._welcome.credit if self._welcome else 0
+        return 2 * (self._incoming.received - self._incoming.announced) >= credit
 
     def pending_ack(self) -> bool:
-        """Whether an acknowledgement waits for `frames_to_send`."""
-        return self._ack_owed
+        """Whether an acknowledgement waits for a frame to carry it."""
+        return self._ack_due_s is not None
+
+    def _owe_ack(self, wait_s: float) -> None:
+        due_s = self._now_s + wait_s
+        self._ack_due_s = due_s if self._ack_due_s is None else min(due_s, self._ack_due_s)
 
     # Time.
 
@@ -282,15 +333,15 @@ class Session:
             )
         due = self._welcome is not None and now_s - self._spoke_s >= self._welcome.heartbeat_s
         if due and self.state is State.OPEN and not self._queue:
-            self._queue.append((0, codec.prepare(self.status)))
+            self._enqueue(0, codec.prepare(self.status))
 
     # Private: both directions.
 
-    def _following(self, direction: Direction, message: Message) -> State:
-        following = TRANSITIONS.get((self.role, self.state, direction, message.TYPE))
+    def _following(self, direction: Direction, kind: str) -> State:
+        following = TRANSITIONS.get((self.role, self.state, direction, kind))
         if following is None:
             legal = [key[3] for key in TRANSITIONS if key[:3] == (self.role, self.state, direction)]
-            raise self._fault(direction, f"to {direction.value} {' or '.join(legal) or 'nothing'}", message.TYPE)
+            raise self._fault(direction, f"to {direction.value} {' or '.join(legal) or 'nothing'}", kind)
         return following
 
     def _agree(self, direction: Direction, message: Message) -> None:
@@ -331,38 +382,38 @@ class Session:
 
     # Private: sending.
 
-    def _number(self, message: Message, seq: int | None) -> int:
-        expected = self._outgoing.next if message.TYPE in _NUMBERED else 0
+    def _number(self, kind: str, seq: int | None) -> int:
+        expected = self._outgoing.next if kind in _NUMBERED else 0
         if seq is not None and seq != expected:
-            raise self._fault(Direction.SEND, f"{message.TYPE} with number {expected}", f"{seq}")
+            raise self._fault(Direction.SEND, f"{kind} with number {expected}", f"{seq}")
         if expected and self.credit < 1:
-            raise self._fault(Direction.SEND, "an acknowledgement before the next message", message.TYPE)
+            raise self._fault(Direction.SEND, "an acknowledgement before the next message", kind)
         return expected
 
-    def _parts(self, payload: Payload) -> list[Payload]:
-        if payload.size_bytes <= self._peer_frame_bytes:
-            return [payload]
-        chunks = codec.split(payload.frame(seq=0, ack=0), self._peer_frame_bytes)
-        return [codec.prepare(chunk) for chunk in chunks]
+    def _enqueue(self, seq: int, payload: Payload) -> None:
+        parts: Iterator[Payload] = iter((payload,))
+        if payload.size_bytes > self._peer_frame_bytes:
+            parts = map(codec.prepare, codec.split(payload.parts(seq=0, ack=0), self._peer_frame_bytes))
+        self._queue.append(_Queued(seq, payload.kind in _CARRYING_ACK, parts))
 
     # Private: receiving.
 
     def _receive(self, frame: bytes) -> list[Event]:
         envelope = codec.decode(frame, self._limits.frame_bytes)
         message = envelope.message
-        following = self._following(Direction.RECEIVE, message)
+        following = self._following(Direction.RECEIVE, message.TYPE)
         events: list[Event] = []
         if message.TYPE in _CARRYING_ACK:
             events += self._take_ack(envelope.ack)
         elif envelope.ack:
             raise self._fault(Direction.RECEIVE, f"{message.TYPE} with acknowledgement 0", f"{envelope.ack}")
         if message.TYPE in _NUMBERED:
-            events += self._take_numbered(envelope.seq, message)
+            events += self._take_numbered(envelope.seq, message, frame)
         elif envelope.seq:
             raise self._fault(Direction.RECEIVE, f"{message.TYPE} with number 0", f"{envelope.seq}")
         else:
             self._agree(Direction.RECEIVE, message)
-            events.append(Received(0, message))
+            events.append(Received(0, message, frame))
             if isinstance(message, Welcome) and message.last_seq:
                 events.append(Acknowledged(message.last_seq))
         self.state = following
@@ -380,12 +431,12 @@ class Session:
         outgoing.acknowledged = ack
         return [Acknowledged(ack)]
 
-    def _take_numbered(self, seq: int, message: Message) -> list[Event]:
+    def _take_numbered(self, seq: int, message: Message, frame: bytes | memoryview) -> list[Event]:
         incoming = self._incoming
         if self.state is State.LEAVING:
             return []  # not acknowledged, so the peer keeps it for the next connection
         if 0 < seq <= incoming.received:
-            self._ack_owed = True
+            self._owe_ack(0.0)
             return []
         if seq != incoming.received + 1:
             raise self._fault(Direction.RECEIVE, f"{message.TYPE} with number {incoming.received + 1}", f"{seq}")
@@ -396,15 +447,17 @@ class Session:
             whole = self._assembler.add(message)
             if whole is None:
                 return []
-            message = self._open_object(whole)
+            message, frame = self._open_object(whole), whole
         elif self._assembler.unfinished:
             raise self._fault(Direction.RECEIVE, f"the other chunks of message {seq}", message.TYPE)
         incoming.received = seq
-        return [Received(seq, message)]
+        if message.TYPE in _DURABLE:
+            incoming.durable = seq
+        return [Received(seq, message, frame)]
 
     def _open_object(self, whole: memoryview) -> Message:
         inner = codec.decode(whole, self._limits.object_bytes)
-        self._following(Direction.RECEIVE, inner.message)
+        self._following(Direction.RECEIVE, inner.message.TYPE)
         if inner.message.TYPE not in _NUMBERED - {"chunk"} or inner.seq or inner.ack:
             found = f"{inner.message.TYPE} with number {inner.seq}"
             raise self._fault(Direction.RECEIVE, "chunks of a message of the work, without numbers", found)

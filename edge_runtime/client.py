@@ -196,18 +196,22 @@ class Client:
             if self._conduct.server_status not in ("", self._status):
                 self._status = self._conduct.server_status
                 self._say(f"server: {self._status}")
-            self._wake.set()
+            if self._conduct.has_news:
+                self._wake.set()
 
     async def _write(self, socket: ClientConnection, stop: asyncio.Event) -> None:
         """Flush whenever something changed, and at least every tick, until the run is over or stopped."""
+        loop, ticked_s = asyncio.get_running_loop(), float("-inf")
         while True:
             self._wake.clear()
             if self._delivery.failure is not None:
                 raise self._delivery.failure
             while not self._delivery.answered.empty():
                 self._conduct.work_done(self._delivery.answered.get())
-            self._on_tick()
             now_s = time.monotonic()
+            if now_s - ticked_s >= self._limits.tick_s:
+                self._on_tick()
+                ticked_s = now_s
             try:
                 self._conduct.tick(now_s, self._delivery.status(now_s))
             except ProtocolError as error:
@@ -216,8 +220,9 @@ class Client:
             if self._conduct.outcome is not None or stop.is_set():
                 await self._say_goodbye(socket, "stopped" if stop.is_set() else "done")
                 return
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._limits.tick_s)
+            tick = loop.call_later(self._limits.tick_s, self._wake.set)  # wait_for would start a task each time
+            await self._wake.wait()
+            tick.cancel()
 
     async def _flush(self, socket: ClientConnection) -> None:
         while frames := self._conduct.frames_to_send():

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from contract.canonical import INT_MAX
-from contract.codec import LIMITS as CODEC_LIMITS
-from contract.codec import decode
 from contract.errors import AuthError, RefusedError
 from contract.messages import (
     PROTOCOL,
@@ -73,6 +71,7 @@ class Conduct:
         self.outcome: Outcome | None = None
         self.server_status = ""
         self.welcome: Welcome | None = None
+        self.sent_again, self.sent_again_most = 0, 0  # messages of the spool: in all, and after one reconnection
         self.progressed = False  # whether this connection brought an acknowledgement, an ask or scores
         self._identity, self._terms, self._purpose = identity, terms, purpose
         self._spool, self._window = spool, window
@@ -176,19 +175,31 @@ class Conduct:
             if not resumed or welcome.last_seq < self._spool.acknowledged:
                 self._spool.begin(welcome.session, welcome.run, welcome.last_seq)
                 self._working_on = None
+            else:
+                again = max(0, self._sent - welcome.last_seq)  # written out, and not known to the server
+                self.sent_again += again
+                self.sent_again_most = max(self.sent_again_most, again)
             self._spool.acknowledge(welcome.last_seq)
         self._sent = welcome.last_seq
         return welcome if earlier is None and self._window is not None else None
 
     # Out.
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to write, or the run is over."""
+        waiting = self._session.credit > 0 and self._sent + 1 < self._spool.next_seq
+        return waiting or self._session.has_frames or self.outcome is not None
+
     def frames_to_send(self) -> list[bytes]:
         """Frames to write now, at most one message of the spool among them; call again until it is empty."""
         session, seq = self._session, self._sent + 1
-        if session.credit > 0 and seq < self._spool.next_seq:
-            session.send(decode(self._spool.read(seq), CODEC_LIMITS.object_bytes).message, seq)
+        frames = session.frames_to_send()
+        if not frames and session.credit > 0 and seq < self._spool.next_seq:
+            session.send(self._spool.payload(seq), seq)
             self._sent = seq
-        return session.frames_to_send()
+            frames = session.frames_to_send()
+        return frames
 
     def tick(self, now_s: float, status: Heartbeat) -> None:
         """Let time pass: heartbeats go out and say `status`, a silent peer is noticed.

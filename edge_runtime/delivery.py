@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from contract.codec import encode
+from contract.codec import prepare
 from contract.errors import DataError
 from contract.messages import Ask, Features, Heartbeat, Welcome
 from edge_runtime.conduct import Order
@@ -103,6 +103,7 @@ class Delivery:
         """`stop` interrupts the worker at its next image; `window` is there for a prediction run."""
         self.failure: Exception | None = None
         self.busy = False
+        self.round_trips = 0  # asks that were answered in whole
         self.on_change: Callable[[], object] = lambda: None  # called from the worker's thread after each frame
         self.answered: queue.SimpleQueue[str] = queue.SimpleQueue()  # asks whose whole answer is in the spool
         self._worker, self._spool, self._new_draw, self._window, self._stop = worker, spool, new_draw, window, stop
@@ -160,8 +161,11 @@ class Delivery:
         for message in self._worker.answer(ask, welcome.run, upload):
             self._wait(self._spool.wait_for_room)
             # Features are promised for good; gradients are made again by ask id.
-            self._spool.append(encode(message, seq=0, ack=0), durable=isinstance(message, Features))
-            self.on_change()
+            durable = isinstance(message, Features)
+            self._spool.append(prepare(message), durable=durable)
+            if durable:  # one of many; of a gradient `_run` tells: to wake the socket's thread twice would cost most
+                self.on_change()
+        self.round_trips += 1
         self.answered.put(ask.ask)
 
     def _predict(self, welcome: Welcome) -> None:
@@ -169,7 +173,7 @@ class Delivery:
         upload = Upload(self._window.ask, "infer", welcome.kappa, welcome.frame_bytes, fresh=self._new_draw())
         for message in self._worker.infer(upload):
             self._wait(self._window.wait_for_room)
-            self._window.put(message.batch, encode(message, seq=0, ack=0))
+            self._window.put(message.batch, prepare(message))
             self.on_change()
         self._window.finish()
 

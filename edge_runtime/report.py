@@ -29,7 +29,12 @@ class Report:
     ignored: int
     bytes_sent_payload: int
     bytes_per_image: float | None
-    bytes_on_wire: int
+    bytes_on_wire: int  # sent; all messages, handshakes and repetitions included
+    bytes_received: int
+    connections: int
+    messages_sent_again: int  # of the spool, over all reconnections of this process
+    sent_again_most: int  # after one reconnection: never more than the credit window
+    round_trips: int  # asks of the server that this device answered in whole
     codes_changed: float
     saturated: float | None
     stages_s: dict[str, float]
@@ -109,6 +114,12 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     yield (
         "upload",
         f"{report.bytes_sent_payload} bytes of features{per_image}, {report.bytes_on_wire} bytes on the wire",
+    )
+    yield (
+        "traffic",
+        f"{report.bytes_on_wire} bytes sent, {report.bytes_received} received, "
+        f"{report.round_trips} round trips, {report.connections} connections, "
+        f"{report.messages_sent_again} messages sent again",
     )
     yield "time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages_s.items()) or "-"
     yield "energy", f"{report.energy_j:.1f} J" if report.energy_j is not None else f"unknown: {report.energy_reason}"

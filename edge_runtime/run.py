@@ -100,7 +100,7 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     for stage in ("upload", "predict"):
         stages.end(stage)
     await settle_worker(delivery)
-    report = make_report(equipment, conduct, client, outcome)
+    report = make_report(equipment, conduct, client, delivery, outcome)
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
     welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
@@ -178,7 +178,7 @@ def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> 
     return predict(window.scores, equipment.dataset, equipment.wire_labels, head)
 
 
-def make_report(equipment: Equipment, conduct: Conduct, client: Client, outcome: Outcome) -> Report:
+def make_report(equipment: Equipment, conduct: Conduct, client: Client, delivery: Delivery, outcome: Outcome) -> Report:
     """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
     dataset, welcome = equipment.dataset, conduct.welcome
@@ -195,6 +195,11 @@ def make_report(equipment: Equipment, conduct: Conduct, client: Client, outcome:
         bytes_sent_payload=counters.payload_bytes,
         bytes_per_image=counters.payload_bytes / counters.images if counters.images else None,
         bytes_on_wire=client.traffic.sent_bytes,
+        bytes_received=client.traffic.received_bytes,
+        connections=client.traffic.connections,
+        messages_sent_again=conduct.sent_again,
+        sent_again_most=conduct.sent_again_most,
+        round_trips=delivery.round_trips,
         codes_changed=equipment.codes_changed,
         saturated=counters.saturated / counters.codes if counters.codes else None,
         stages_s={name: cost.seconds for name, cost in costs.items()},

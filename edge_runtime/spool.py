@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from contract.codec import Payload, reopen
 from contract.errors import DeviceError
 from edge_runtime.state import PARTIAL_SUFFIX, sync_folder
 
@@ -48,12 +49,12 @@ class Head:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a pending frame lies: in a segment, or in memory only."""
+    """Where a pending frame lies: in a segment, or in memory only, as it was given."""
 
     size: int
     segment: Path | None = None
-    offset: int = 0  # of the payload
-    frame: bytes = b""
+    offset: int = 0  # of the record's payload
+    frame: bytes | Payload = b""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ def parse_head(payload: bytes) -> Head:
     return Head(**fields)
 
 
+def _frame_of(frame: bytes | Payload) -> bytes:
+    return frame.frame(seq=0, ack=0) if isinstance(frame, Payload) else frame
+
+
 class Spool:
     """Frames by sequence number, from `append` to `acknowledge`; safe to use from the worker and the socket thread."""
 
@@ -111,15 +116,23 @@ class Spool:
         self._lock = threading.Condition(threading.RLock())
         self._recover()
 
+    def payload(self, seq: int) -> Payload:
+        """What was kept under `seq`, ready to be sent under any numbers.
+
+        Raises: as `read`.
+        """
+        kept = self._places[seq].frame
+        return kept if isinstance(kept, Payload) else reopen(self.read(seq))
+
     def read(self, seq: int) -> bytes:
-        """The frame kept under `seq`.
+        """The frame kept under `seq`, with numbers 0.
 
         Raises: DeviceError when the disk no longer gives what was written.
         """
         with self._lock:
             place = self._places[seq]
             if place.segment is None:
-                return place.frame
+                return _frame_of(place.frame)
             with place.segment.open("rb") as stream:
                 stream.seek(place.offset - PREFIX.size)
                 record = stream.read(PREFIX.size + place.size)
@@ -130,30 +143,35 @@ class Spool:
             )
         return record[PREFIX.size :]
 
-    def append(self, frame: bytes, *, durable: bool) -> int:
+    def append(self, frame: bytes | Payload, *, durable: bool) -> int:
         """Keep a frame under the next number, which is returned; a durable one is on the disk (fsync) by then.
 
+        A payload that is kept in memory only is not copied: its arrays must not change until it is acknowledged.
         Raises: DeviceError when the frame is over the limit or the disk refuses.
         """
-        if len(frame) > self.limits.record_bytes:
+        size_bytes = frame.size_bytes if isinstance(frame, Payload) else len(frame)
+        if size_bytes > self.limits.record_bytes:
             raise DeviceError(
-                f"a frame has {len(frame)} bytes, the spool takes {self.limits.record_bytes}", "report this fault"
+                f"a frame has {size_bytes} bytes, the spool takes {self.limits.record_bytes}", "report this fault"
             )
         with self._lock:
             seq = self.next_seq
-            self._places[seq] = self._store(seq, frame) if durable else Place(len(frame), frame=frame)
-            self.pending_bytes += len(frame)
+            place = self._store(seq, _frame_of(frame)) if durable else Place(size_bytes, frame=frame)
+            self._places[seq] = place
+            self.pending_bytes += place.size
             self.next_seq = seq + 1
             return seq
 
     def acknowledge(self, seq: int) -> None:
         """The server holds everything up to `seq`: forget it, and delete the segments that are done."""
         with self._lock:
-            for done in [known for known in self._places if known <= seq]:  # never by counting up to a number given
-                self.pending_bytes -= self._places.pop(done).size
+            known = [number for number in self._places if number <= seq]  # never by counting up to a number given
+            done = [self._places.pop(number) for number in known]
+            self.pending_bytes -= sum(place.size for place in done)
             self.acknowledged = max(self.acknowledged, seq)
             self.next_seq = max(self.next_seq, seq + 1)
-            self._drop_finished_segments()
+            if any(place.segment for place in done):
+                self._drop_finished_segments()
             self._lock.notify_all()
 
     def wait_for_room(self, timeout_s: float) -> bool:

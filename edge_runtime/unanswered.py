@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.codec import Payload
 from contract.errors import RemoteProtocolError
 from edge_runtime.spool import Spool
 
@@ -29,11 +30,11 @@ class Unanswered:
         self.ask = ask
         self.scores: dict[int, NDArray[np.float32]] = {}  # by batch
         self._spool, self._limits = spool, limits or WindowLimits()
-        self._frames: dict[int, bytes] = {}
+        self._frames: dict[int, Payload] = {}
         self._all_put = False
         self._lock = threading.Condition()
 
-    def put(self, batch: int, frame: bytes) -> None:
+    def put(self, batch: int, frame: Payload) -> None:
         """Send a batch, and keep it until its scores come."""
         with self._lock:
             self._frames[batch] = frame

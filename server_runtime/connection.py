@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from contract import codec
+from contract.codec import Payload
 from contract.errors import ProtocolError, RefusedError, RemoteProtocolError
-from contract.messages import Bye, Checkpoints, Features, Gradient, Heartbeat, Hello, Message, Proof, Refuse, Scores
+from contract.messages import Bye, Checkpoints, Features, Gradient, Heartbeat, Hello, Proof, Refuse, Scores
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
 
 from .acceptance import Expected, check_features, is_stale
@@ -26,10 +28,12 @@ _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How long a device may take, in seconds, until it is let in, and to close after a goodbye."""
+    """How long a device may take, in seconds, until it is let in, and to close after a goodbye; and how long receipts
+    of replayable messages are gathered before they are written."""
 
     handshake_s: float = 15.0
     leaving_s: float = 5.0
+    receipts_s: float = 0.05
 
 
 class Socket(Protocol):
@@ -52,7 +56,7 @@ class Hub(Protocol):
         """The device is in; an older connection of it is to be closed."""
         ...
 
-    async def forward(self, connection: Connection, message: Message, complete: bool = False) -> None:
+    async def forward(self, connection: Connection, received: Received, complete: bool = False) -> None:
         """A message was received for good; `complete`: all features of its ask are stored."""
         ...
 
@@ -75,9 +79,12 @@ class Connection:
         self._store = store
         self._hub = hub
         self._session = Session(Role.SERVER, SessionLimits())
-        self._outbox: deque[Message] = deque()  # waits for credit
+        self._outbox: deque[tuple[Payload, Scores | None]] = deque()  # waits for credit
         self._scores: dict[int, Scores] = {}  # by number: written out, not acknowledged yet
         self._wake = asyncio.Event()
+        self._applied = 0  # number of the last replayable message that was forwarded
+        self._receipts = asyncio.Event()
+        self._receipts_timer: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()  # frames of one message must not be mixed with others
         self._step = -1
         self._limits = ConnectionLimits()
@@ -95,9 +102,11 @@ class Connection:
         """Whether nothing is on its way to the device."""
         return not self._outbox and not self._scores and self._session.state is not State.LEAVING
 
-    def post(self, message: Message) -> None:
-        """Send as soon as there is credit."""
-        self._outbox.append(message)
+    def post(self, frame: bytes | memoryview) -> None:
+        """Send a message of the torch process as soon as there is credit."""
+        payload = codec.reopen(frame)
+        scores = codec.decode(frame, codec.LIMITS.object_bytes).message if payload.kind == Scores.TYPE else None
+        self._outbox.append((payload, scores if isinstance(scores, Scores) else None))
         self._wake.set()
 
     def set_status(self, status: Heartbeat) -> None:
@@ -129,21 +138,24 @@ class Connection:
         Raises:
             LocalProtocolError: what was to be sent broke the protocol; besides, what the socket raises when it closes.
         """
-        flusher = asyncio.create_task(self._flush_whenever_woken())
-        flusher.add_done_callback(self._hang_up_unless_cancelled)
+        tasks = [asyncio.create_task(work) for work in (self._flush_whenever_woken(), self._write_receipts())]
+        for task in tasks:
+            task.add_done_callback(self._hang_up_unless_cancelled)
         try:
             async for frame in self._socket:
                 await self._take(frame)
                 if self._session.state is State.CLOSED:
                     break
         finally:
-            flusher.cancel()
-            [fault] = await asyncio.gather(flusher, return_exceptions=True)
-        if isinstance(fault, Exception):
-            raise fault
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        for fault in ends:
+            if isinstance(fault, Exception):
+                raise fault
 
-    def _hang_up_unless_cancelled(self, flusher: asyncio.Task[None]) -> None:
-        if not flusher.cancelled():  # it failed, and the reader would wait for a device that hears nothing
+    def _hang_up_unless_cancelled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():  # it failed, and the reader would wait for a device that hears nothing
             self._socket.transport.abort()
 
     async def _take(self, frame: str | bytes) -> None:
@@ -156,7 +168,8 @@ class Connection:
             await self._refuse(error.code, error, error.retry_after_s)
         except RemoteProtocolError as error:
             await self._refuse("protocol", error, None)
-        self._wake.set()
+        if self._outbox or self._session.has_frames:
+            self._wake.set()
 
     async def _follow(self, event: Event) -> None:
         if isinstance(event, Acknowledged):
@@ -164,27 +177,47 @@ class Connection:
                 scores = self._scores.pop(number)
                 await self._hub.in_store(self._store.answer, self._known.device.name, scores.ask, scores.batch)
         elif isinstance(event, Received):
-            await self._receive(event.seq, event.message)
+            await self._receive(event)
 
-    async def _receive(self, seq: int, message: Message) -> None:
+    async def _receive(self, received: Received) -> None:
+        message = received.message
         if isinstance(message, Hello | Proof):
             self._session.send(await self._hub.in_store(self._admission.answer, message))
             if self._admission.joined is not None:
                 self._wake.set()
                 await self._hub.join(self)
         elif isinstance(message, Features):
-            await self._keep(seq, message)
+            await self._keep(received, message)
         elif isinstance(message, Gradient | Checkpoints):
-            await self._hub.in_store(self._store.note_received, self._known.device.name, self._known.session, seq)
-            self._session.stored(seq)
-            await self._hub.forward(self, message)
+            await self._hub.forward(self, received)  # at once; what comes twice after a crash is counted once there
+            self._applied = received.seq
+            self._note_soon()
         elif isinstance(message, Heartbeat) and message.step != self._step:
             self._step = message.step
-            await self._hub.forward(self, message)
+            await self._hub.forward(self, received)
 
-    async def _keep(self, seq: int, features: Features) -> None:
+    def _note_soon(self) -> None:
+        """Replayable messages are noted as received several at once, but before the device runs out of credit."""
+        if self._session.peer_needs_credit:
+            self._receipts.set()
+        elif self._receipts_timer is None:
+            self._receipts_timer = asyncio.get_running_loop().call_later(self._limits.receipts_s, self._receipts.set)
+
+    async def _write_receipts(self) -> None:
+        """Note them, then acknowledge."""
+        while True:
+            await self._receipts.wait()
+            self._receipts.clear()
+            self._receipts_timer = None
+            seq = self._applied
+            await self._hub.in_store(self._store.note_received, self._known.device.name, self._known.session, seq)
+            self._session.stored(seq)
+            if self._session.has_frames:
+                self._wake.set()
+
+    async def _keep(self, received: Received, features: Features) -> None:
         """Durable first, acknowledged after."""
-        known = self._known
+        known, seq = self._known, received.seq
         name, session = known.device.name, known.session
         if is_stale(features, known.run):
             await self._hub.in_store(self._store.note_received, name, session, seq)
@@ -194,7 +227,7 @@ class Connection:
         await self._hub.in_store(self._store.keep, known.device.site, name, session, seq, features)
         self._session.stored(seq)
         self._wake.set()
-        await self._hub.forward(self, features, await self._hub.in_store(self._store.complete, name, features.ask))
+        await self._hub.forward(self, received, await self._hub.in_store(self._store.complete, name, features.ask))
 
     async def _refuse(self, code: str, error: ProtocolError, retry_after_s: float | None) -> None:
         self._session.send(Refuse(code, error.cause[:1000], error.cure[:1000], retry_after_s))
@@ -212,21 +245,22 @@ class Connection:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._outbox and self._session.state is State.OPEN and self._may_send(self._outbox[0]):
-                message = self._outbox.popleft()
-                number = self._session.send(message)
-                if isinstance(message, Bye):
+            while self._outbox and self._session.state is State.OPEN and self._may_send(self._outbox[0][0]):
+                payload, scores = self._outbox.popleft()
+                number = self._session.send(payload)
+                if payload.kind == Bye.TYPE:
                     self._since_s = time.monotonic()
                 await self._drain()
-                if isinstance(message, Scores):
-                    self._scores[number] = message
-                    self._hub.scored(self._known.device.name, message.ask, message.batch)
+                if scores is not None:
+                    self._scores[number] = scores
+                    self._hub.scored(self._known.device.name, scores.ask, scores.batch)
             await self._drain()
 
-    def _may_send(self, message: Message) -> bool:
-        return isinstance(message, Bye) or self._session.credit > 0
+    def _may_send(self, payload: Payload) -> bool:
+        return payload.kind == Bye.TYPE or self._session.credit > 0
 
     async def _drain(self) -> None:
         async with self._writing:
-            for frame in self._session.frames_to_send():
-                await self._socket.send(frame)
+            while frames := self._session.frames_to_send():
+                for frame in frames:
+                    await self._socket.send(frame)

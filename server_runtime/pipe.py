@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from contract import canonical, codec
 from contract.errors import LocalProtocolError
@@ -51,19 +53,24 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class PipeFrame:
-    """One frame. `message` holds codec bytes and is empty for all kinds but MESSAGE."""
+    """One frame. `message` holds codec bytes and is empty for all kinds but MESSAGE; its numbers mean nothing here."""
 
     kind: str
     site: str = ""
     device: str = ""
     text: str = ""
     values: dict[str, Value] = field(default_factory=dict)
-    message: bytes = b""
+    message: bytes | memoryview = b""
 
 
 def carry(site: str, device: str, message: Message) -> PipeFrame:
     """A MESSAGE frame; numbers are given when it is sent over the wire."""
-    return PipeFrame(MESSAGE, site, device, message=codec.encode(message, seq=1, ack=0))
+    return PipeFrame(MESSAGE, site, device, message=codec.encode(message, seq=0, ack=0))
+
+
+def relay(site: str, device: str, frame: bytes | memoryview) -> PipeFrame:
+    """A MESSAGE frame of codec bytes as they came over the wire."""
+    return PipeFrame(MESSAGE, site, device, message=frame)
 
 
 def carried(frame: PipeFrame) -> Message:
@@ -73,18 +80,24 @@ def carried(frame: PipeFrame) -> Message:
 
 def pack(frame: PipeFrame) -> bytes:
     """Frame -> bytes."""
+    return b"".join(parts(frame))
+
+
+def parts(frame: PipeFrame) -> tuple[bytes, bytes | memoryview]:
+    """Frame -> bytes in two pieces; the message, which may be large, is not copied."""
     header = canonical.to_json(
         {"kind": frame.kind, "site": frame.site, "device": frame.device, "text": frame.text, "values": frame.values}
     )
-    return _LENGTHS.pack(len(header), len(frame.message)) + header + frame.message
+    return _LENGTHS.pack(len(header), len(frame.message)) + header, frame.message
 
 
 class Unpacker:
-    """Bytes, in pieces of any size -> whole frames."""
+    """Bytes, in pieces of any size -> whole frames; a message is put where it stays, and not copied again."""
 
     def __init__(self, limits: PipeLimits | None = None) -> None:
         self._limits = limits or PipeLimits()
-        self._buffer = bytearray()
+        self._follow = self._take_lengths  # what is done with the part that is being filled
+        self._want(_LENGTHS.size)
 
     def feed(self, data: bytes) -> Iterator[PipeFrame]:
         """Yield each frame that `data` completes.
@@ -92,25 +105,44 @@ class Unpacker:
         Raises:
             LocalProtocolError: a length over the limit or a header that is no frame's (both ends are ours: a bug).
         """
-        self._buffer += data
-        while len(self._buffer) >= _LENGTHS.size:
-            header_bytes, message_bytes = _LENGTHS.unpack_from(self._buffer)
-            if header_bytes > self._limits.header_bytes or message_bytes > self._limits.message_bytes:
-                raise LocalProtocolError(
-                    f"a pipe frame of {header_bytes} + {message_bytes} bytes is over the limit "
-                    f"({self._limits.header_bytes} + {self._limits.message_bytes})",
-                    "report this as a bug",
-                )
-            end = _LENGTHS.size + header_bytes + message_bytes
-            if len(self._buffer) < end:
-                return
-            header = bytes(self._buffer[_LENGTHS.size : _LENGTHS.size + header_bytes])
-            message = bytes(self._buffer[_LENGTHS.size + header_bytes : end])
-            del self._buffer[:end]
-            yield self._frame(header, message)
+        left = memoryview(data)
+        while len(left):
+            piece = left[: len(self._part) - self._filled]
+            self._part[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            left = left[len(piece) :]
+            if self._filled == len(self._part):
+                frame = self._follow()
+                if frame is not None:
+                    yield frame
 
-    def _frame(self, header: bytes, message: bytes) -> PipeFrame:
+    def _want(self, size_bytes: int) -> None:
+        self._part = np.empty(size_bytes, np.uint8).data  # numpy's memory is in large pages, which fill faster
+        self._filled = 0
+
+    def _take_lengths(self) -> None:
+        header_bytes, self._message_bytes = _LENGTHS.unpack(self._part)
+        if header_bytes > self._limits.header_bytes or self._message_bytes > self._limits.message_bytes:
+            raise LocalProtocolError(
+                f"a pipe frame of {header_bytes} + {self._message_bytes} bytes is over the limit "
+                f"({self._limits.header_bytes} + {self._limits.message_bytes})",
+                "report this as a bug",
+            )
+        self._want(header_bytes)
+        self._follow = self._take_header
+
+    def _take_header(self) -> PipeFrame | None:
+        header = bytes(self._part)
         fields = canonical.from_json(header, self._limits.header_bytes)
         if not isinstance(fields, dict) or fields.get("kind") not in KINDS:
             raise LocalProtocolError(f"a pipe frame has the header {header[:80]!r}", "report this as a bug")
-        return PipeFrame(message=message, **fields)
+        self._frame = PipeFrame(**fields)
+        self._want(self._message_bytes)
+        self._follow = self._take_message
+        return None if self._message_bytes else self._take_message()
+
+    def _take_message(self) -> PipeFrame:
+        message = self._part.toreadonly()
+        self._want(_LENGTHS.size)
+        self._follow = self._take_lengths
+        return replace(self._frame, message=message)

@@ -24,9 +24,10 @@ from websockets.asyncio.server import Server as SocketServer
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from contract.codec import LIMITS as CODEC_LIMITS
+from contract import codec
 from contract.errors import ConfigError, CutlayerError, TrainingError
-from contract.messages import Checkpoints, Features, Gradient, Heartbeat, Message
+from contract.messages import Checkpoints, Features, Gradient, Heartbeat
+from contract.session import Received
 
 from . import pipe
 from .acceptance import Expected
@@ -163,7 +164,7 @@ class Server:
         try:
             return await serve(
                 converse, bind_address(listen), listen.port, ssl=context, compression=None,
-                max_size=CODEC_LIMITS.frame_bytes, max_queue=self._limits.queued_frames, ping_interval=None,
+                max_size=codec.LIMITS.frame_bytes, max_queue=self._limits.queued_frames, ping_interval=None,
                 close_timeout=2,
             )  # fmt: skip
         except OSError as error:
@@ -240,11 +241,12 @@ class Server:
         if self._child is not None and not self._stop.is_set():
             await self._child.send(PipeFrame(pipe.LEFT, joined.device.site, joined.device.name))
 
-    async def forward(self, connection: Connection, message: Message, complete: bool = False) -> None:
+    async def forward(self, connection: Connection, received: Received, complete: bool = False) -> None:
         """Hand what a device sent to the torch process; features go by reference, they are in the store."""
         joined = connection.joined
         assert joined is not None and self._child is not None
         name, site = joined.device.name, joined.device.site
+        message = received.message
         if isinstance(message, Features):
             if message.split == "infer":
                 if self._devices.get(name) is not connection:
@@ -252,7 +254,7 @@ class Server:
                 self._requests.add((name, message.ask, message.batch))
             await self._tell_stored(site, name, message.ask, message.batch, message.split, complete)
         elif isinstance(message, Gradient | Checkpoints):
-            await self._child.send(pipe.carry(site, name, message))
+            await self._child.send(pipe.relay(site, name, received.frame))
         elif isinstance(message, Heartbeat):
             await self._child.send(PipeFrame(pipe.PROGRESS, site, name))
 
@@ -293,7 +295,7 @@ class Server:
         elif frame.kind == pipe.MESSAGE:
             connection = self._devices.get(frame.device)
             if connection is not None:  # who is away is asked again when it comes back
-                connection.post(pipe.carried(frame))
+                connection.post(frame.message)
         elif frame.kind == pipe.STATUS:
             self._set_status(frame)
         elif frame.kind == pipe.ENDED:

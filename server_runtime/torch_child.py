@@ -45,7 +45,7 @@ class TorchChild:
         """Start it and hand it its plan; it says READY when the backend is loaded."""
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "server_runtime.training",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads), limit=_READ_BYTES,
             start_new_session=True,  # a terminal's Ctrl-C is the socket process's to pass on
         )  # fmt: skip
         child = cls(running)
@@ -56,7 +56,8 @@ class TorchChild:
         """Hand a frame over; a process that has just ended is reported by `frames`."""
         assert self._running.stdin is not None
         with contextlib.suppress(ConnectionError):
-            self._running.stdin.write(pipe.pack(frame))
+            for part in pipe.parts(frame):
+                self._running.stdin.write(part)
             await self._running.stdin.drain()
 
     async def frames(self) -> AsyncIterator[PipeFrame]:

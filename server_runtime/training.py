@@ -43,7 +43,8 @@ class PipePost:
 
     def send(self, frame: PipeFrame) -> None:
         try:
-            self._stream.write(pipe.pack(frame))
+            for part in pipe.parts(frame):  # a large message is not copied
+                self._stream.write(part)
             self._stream.flush()
         except BrokenPipeError:
             os._exit(_PARENT_GONE)

@@ -40,9 +40,10 @@ class Pair:
         """Carry all frames of one side to the other, each through `change`, and return what they mean there."""
         receiver = self.server if sender is Role.DEVICE else self.device
         events: list[Event] = []
-        for frame in self.side(sender).frames_to_send():
-            self.frames.append(frame)
-            events += receiver.receive(change(frame), self.now_s)
+        while frames := self.side(sender).frames_to_send():
+            for frame in frames:
+                self.frames.append(frame)
+                events += receiver.receive(change(frame), self.now_s)
         return events
 
     def say(self, sender: Role, message: Message) -> list[Event]:

@@ -16,7 +16,7 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from contract.canonical import INT_MAX
-from contract.codec import LIMITS, Assembler, Limits, decode, encode, prepare, split
+from contract.codec import LIMITS, Assembler, Limits, decode, encode, prepare, reopen, split
 from contract.errors import LocalProtocolError, RemoteProtocolError
 from contract.messages import Ask, Challenge, Features, Heartbeat, Hello, Message, Scores, choose_protocol, tensors_of
 from tests.golden.samples import FOLDER, MESSAGES, numbers
@@ -203,6 +203,16 @@ def test_hello_of_this_version_has_no_extra_fields() -> None:
         decode(frame_of({**header, "energy_j": 1.0}))
 
 
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_reopened_frame_goes_out_under_other_numbers(name: str) -> None:
+    message = MESSAGES[name]
+    payload = reopen(encode(message, seq=0, ack=0))
+    assert payload.kind == message.TYPE
+    assert payload.frame(seq=7, ack=INT_MAX) == encode(message, seq=7, ack=INT_MAX)
+    with pytest.raises(RemoteProtocolError, match="numbers 0"):
+        reopen(encode(message, seq=7, ack=0))
+
+
 # --- chunks ------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +220,9 @@ def test_hello_of_this_version_has_no_extra_fields() -> None:
 def test_chunks_join_to_what_was_split(size: int, frame_bytes: int) -> None:
     data = np.random.default_rng(size).bytes(size)
     assembler = Assembler()
-    joined = [assembler.add(chunk) for chunk in split(data, frame_bytes)]
+    cuts = sorted({0, size // 3, size // 2, size})  # pieces that meet anywhere in a chunk
+    pieces = [memoryview(data)[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    joined = [assembler.add(chunk) for chunk in split(pieces, frame_bytes)]
     assert joined[:-1] == [None] * (len(joined) - 1)
     assert bytes(joined[-1] or b"") == data and not assembler.unfinished
 
@@ -218,7 +230,7 @@ def test_chunks_join_to_what_was_split(size: int, frame_bytes: int) -> None:
 @pytest.mark.parametrize("frame_bytes", [64 << 10, 256 << 10, 1 << 20])
 def test_wi_02_chunk_frames_fit_into_the_limit_they_were_cut_for(frame_bytes: int) -> None:
     whole = np.zeros(3 << 20, np.uint8).tobytes()
-    for chunk in split(whole, frame_bytes):
+    for chunk in split([whole], frame_bytes):
         frame = encode(chunk, seq=INT_MAX, ack=INT_MAX)
         assert prepare(chunk).size_bytes <= frame_bytes
         assert same(decode(frame, frame_bytes).message, chunk)
@@ -228,7 +240,7 @@ def test_assembler_takes_one_object_after_another() -> None:
     assembler = Assembler(Limits(object_bytes=4000))
     for seed in range(3):
         data = np.random.default_rng(seed).bytes(4000)
-        *first, last = split(data, 2000)
+        *first, last = split([data], 2000)
         assert [assembler.add(chunk) for chunk in first] == [None] * len(first)
         assert assembler.unfinished
         whole = assembler.add(last)

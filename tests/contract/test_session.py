@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.codec import decode, encode
+from contract.codec import decode, encode, prepare
 from contract.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
-from contract.messages import MESSAGES, Ask, Bye, Gradient, Heartbeat, Refuse
+from contract.messages import MESSAGES, Ask, Bye, Features, Gradient, Heartbeat, Refuse
 from contract.session import TRANSITIONS, Acknowledged, Direction, Received, Role, Session, SessionLimits, State
 from tests.contract.session_line import ASK, RESUME, features, run
 from tests.contract.session_pair import HANDSHAKE, HELLO, LIMITS, WELCOME, fresh, pair
@@ -208,6 +208,66 @@ def test_heartbeat_carries_an_acknowledgement_that_nothing_else_carries() -> Non
     joined.server.stored(1)
     assert joined.deliver(SERVER) == [Acknowledged(1), Received(0, joined.server.status)]
     assert joined.server.frames_to_send() == []
+
+
+def test_what_can_be_made_again_is_acknowledged_by_the_answer_or_a_later_heartbeat() -> None:
+    joined = pair()
+    joined.say(SERVER, ASK)
+    joined.device.stored(1)
+    assert joined.device.pending_ack() and joined.device.frames_to_send() == []
+    joined.device.tick(LIMITS.ack_wait_s / 2)
+    assert not joined.device.has_frames
+    joined.device.tick(LIMITS.ack_wait_s)
+    assert joined.device.has_frames
+    assert joined.deliver(DEVICE)[0] == Acknowledged(1)
+    joined.say(SERVER, ASK)
+    joined.device.stored(2)
+    assert joined.say(DEVICE, features())[0] == Acknowledged(2)  # no heartbeat was needed
+    assert not joined.device.pending_ack()
+
+
+def test_half_of_the_credit_is_acknowledged_at_once() -> None:
+    joined = pair()
+    half = WELCOME.credit // 2
+    for number in range(1, half + 1):
+        joined.say(SERVER, ASK)
+        joined.device.stored(number)
+        assert joined.device.has_frames == (number == half)
+    assert joined.deliver(DEVICE)[0] == Acknowledged(half)
+
+
+def test_frames_of_a_large_message_are_made_a_few_at_a_time() -> None:
+    joined = pair()
+    gradient = Gradient("a-1", 0.5, 1, 64, np.zeros((64, 40000), np.float32))  # 10 MB
+    joined.device.send(gradient)
+    joined.device.send(features())
+    frames: list[bytes] = []
+    while burst := joined.device.frames_to_send():
+        assert sum(map(len, burst)) < LIMITS.burst_bytes + LIMITS.frame_bytes
+        frames += burst
+    assert [decode(frame).seq for frame in frames] == [1] * (len(frames) - 1) + [2]
+    events = [event for frame in frames for event in joined.server.receive(frame, 0.0)]
+    assert received(events) == [1, 2]
+
+
+def test_a_prepared_message_is_sent_as_the_message_itself() -> None:
+    plain, prepared = pair(), pair()
+    assert plain.device.send(features()) == prepared.device.send(prepare(features())) == 1
+    assert plain.device.frames_to_send() == prepared.device.frames_to_send()
+    with pytest.raises(LocalProtocolError, match="to send"):
+        prepared.device.send(prepare(ASK))
+    with pytest.raises(LocalProtocolError, match="a whole message"):
+        prepared.device.send(prepare(SAMPLES["chunk"]))
+
+
+def test_a_received_message_comes_with_its_bytes() -> None:
+    joined = pair(welcome=dataclasses.replace(WELCOME, frame_bytes=64 << 10))
+    for message in (features(), features(1, dim=40000)):  # in one frame, in chunks
+        [event] = joined.say(DEVICE, message)
+        assert isinstance(event, Received)
+        again = decode(event.frame, 1 << 20).message
+        assert isinstance(again, Features) and isinstance(message, Features)
+        assert np.array_equal(again.codes, message.codes) and again.batch == message.batch
 
 
 def test_one_acknowledgement_covers_all_before_it() -> None:

@@ -185,6 +185,22 @@ def test_wi_04_cut_after_every_frame_and_each_image_counts_once(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("small_batches")
+def test_what_was_lost_on_the_way_goes_out_again_and_is_no_more_than_the_credit(
+    tmp_path: Path, package: Package
+) -> None:
+    images = write_images(tmp_path / "many", {"a": 30, "b": 30})
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package, credit=3))
+    line.run(lambda: line.conduct.is_open and line.spool.next_seq > 6)
+    while line.conduct.frames_to_send():
+        pass  # written out, and lost with the connection
+    line.run()
+    assert 1 <= line.conduct.sent_again_most <= 3
+    assert line.conduct.sent_again == line.conduct.sent_again_most
+    assert (line.server.images, line.server.copies) == (60, 0)
+    line.close()
+
+
+@pytest.mark.usefixtures("small_batches")
 def test_a_restarted_device_goes_on_behind_what_its_spool_holds(tmp_path: Path, package: Package) -> None:
     images = write_images(tmp_path / "many", {"a": 30, "b": 30})
     config = write_device(tmp_path, package, images)
@@ -260,7 +276,9 @@ def test_asked_again_after_a_lost_connection_the_answer_is_the_same(
     line = Line(tmp_path, write_device(tmp_path, package, images, label_mode="client-head"), package)
     ids = np.stack([np.frombuffer(sample.sample_id, np.uint8) for sample in line.equipment.dataset.samples])
     features = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
-    ask = Ask("run-1.step-1", "head_step", {"step": 1, "after": 0, "base": 0}, 60.0, {"features": features, "sample_ids": ids})
+    ask = Ask(
+        "run-1.step-1", "head_step", {"step": 1, "after": 0, "base": 0}, 60.0, {"features": features, "sample_ids": ids}
+    )
     line.server.on_open = lambda server: server.session.send(ask)
     line.run(lambda: len(line.server.gradients) == 1)
     line.run(lambda: len(line.server.gradients) == 2)

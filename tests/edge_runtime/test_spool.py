@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contract.codec import encode, prepare
 from contract.errors import DeviceError
 from edge_runtime.spool import Spool, SpoolLimits
+from tests.golden.samples import MESSAGES
 
 ROOT = Path(__file__).parents[2]
 SMALL = SpoolLimits(segment_bytes=200, pending_bytes=100)
@@ -27,6 +29,17 @@ def begun(folder: Path) -> Spool:
 
 def contents(spool: Spool) -> dict[int, bytes]:
     return {seq: spool.read(seq) for seq in range(spool.acknowledged + 1, spool.next_seq)}
+
+
+def test_a_payload_is_ready_to_be_sent_wherever_it_was_kept(tmp_path: Path) -> None:
+    spool = begun(tmp_path)
+    messages = [MESSAGES["features"], MESSAGES["gradient"]]
+    for message in messages:
+        spool.append(prepare(message), durable=message.TYPE == "features")
+    for seq, message in enumerate(messages, 1):
+        assert spool.payload(seq).frame(seq, 0) == encode(message, seq=seq, ack=0)
+        assert spool.read(seq) == encode(message, seq=0, ack=0)
+    assert open_spool(tmp_path).payload(1).frame(1, 0) == encode(messages[0], seq=1, ack=0)
 
 
 def test_frames_come_back_after_a_restart_until_they_are_acknowledged(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_each_mode_allows_its_own_asks_and_no_other(tmp_path: Path, package: Pac
     ask = {
         "collect_features": lambda: Ask("a", kind, {"kappa": 1.0, "seed": 1}, 1.0),
         "score_batch": lambda: Ask("a", kind, {"split": "train"}, 1.0, {"logits": values, "sample_ids": ids}),
-        "head_step": lambda: Ask("a", kind, {}, 1.0, {"features": values, "sample_ids": ids}),
+        "head_step": lambda: Ask(
+            "a", kind, {"step": 1, "after": 0, "base": 0}, 1.0, {"features": values, "sample_ids": ids}
+        ),
     }[kind]()
     if kind in ASKS_OF_MODE[mode]:
         check_ask(ask, agreed)

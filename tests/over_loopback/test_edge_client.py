@@ -122,6 +122,8 @@ def test_a_whole_run_over_tls_reports_what_it_did(tmp_path: Path, package: Packa
     payload = sum(array.nbytes for batch in server.memory.stored.values() for array in (batch.codes, batch.sources))
     assert report["bytes_sent_payload"] == payload and report["bytes_per_image"] == payload / 20
     assert payload < report["bytes_on_wire"] == sum(map(len, server.memory.wire))
+    assert report["bytes_received"] > 0 and report["connections"] == server.connections
+    assert report["round_trips"] == 1  # one ask for all features
     assert set(report["stages_s"]) == {"extract", "retrieve", "upload"}
     assert report["energy_j"] is not None or report["energy_reason"]
     assert report["engine"] == "fake 1" and 0.0 < report["codes_changed"] < 1.0
@@ -253,7 +255,7 @@ def test_de_01_a_server_that_comes_late_is_waited_for(tmp_path: Path, package: P
 def test_heartbeats_go_on_while_the_worker_computes(
     tmp_path: Path, images: Path, plain: SocketServer, run: Run
 ) -> None:
-    package = write_package(tmp_path / "slow", delay_s=0.1)
+    package = write_package(tmp_path / "slow", delay_s=0.15)
     config = write_device(tmp_path, package, images, plain.url)
     plain.memory = memory_server(tmp_path, package, heartbeat_s=0.1)
     beats: list[Heartbeat] = []

@@ -121,7 +121,7 @@ def test_frame_larger_than_this_side_takes() -> None:
 
 
 def chunks(message: Message, seq: int = 0, ack: int = 0) -> list[Chunk]:
-    return split(encode(message, seq=seq, ack=ack), 1024 + 100)
+    return list(split([encode(message, seq=seq, ack=ack)], 1024 + 100))
 
 
 def send_chunks(joined: Pair, role: Role, message: Message, seq: int, ack: int, text: str) -> None:

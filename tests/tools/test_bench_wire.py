@@ -1,0 +1,88 @@
+"""The wire's benchmark at tiny sizes: it measures what it says; how fast the wire is, is no test's business."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnx", reason="the benchmark writes a small frontend with onnx")
+
+from tools import bench_wire
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--turns", "2", "--exchanges", "5", "--exchange-bytes", "8000", "--devices", "2", "--round-bytes", "3000000")
+
+
+def run(*options: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.bench_wire", "--format", "json", *TINY, "--rounds", "1", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_every_figure_is_measured_beside_its_peer() -> None:
+    document = run()
+    assert (document["schema_version"], document["kind"]) == (1, "bench-wire")
+    exchange = document["exchange"]
+    assert exchange.pop("exchanges") == 10
+    spans = {"exchange", "bare", "with_pipe"}
+    ratios = {"ratio_p50", "ratio_p99", "with_pipe_ratio_p50", "with_pipe_ratio_p99"}
+    assert exchange.keys() == {f"{span}_{share}_s" for span in spans for share in ("p50", "p99")} | ratios
+    assert all(value > 0 for value in exchange.values())
+    assert exchange["with_pipe_p50_s"] > exchange["exchange_p50_s"]  # it contains it
+    assert document["round"].keys() == {"bare_s", "ours_s", "ratio_to_bare"}
+    assert document["upload"].keys() == {"bare_s", "bare_fsync_s", "ours_s", "ratio_to_bare", "ratio_to_bare_fsync"}
+    assert all(value > 0 for part in ("round", "upload") for value in document[part].values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_is_counted_in_bytes_of_whole_processes() -> None:
+    size_bytes = 40_000_000
+    memory = run("--devices", "1", "--round-bytes", str(size_bytes))["memory"]
+    for name in ("bare_idle_bytes", "idle_bytes", "engine_bytes"):
+        assert 10e6 < memory[name] < 1e9, name
+    assert memory["engine_model_bytes"] > 1_000_000
+    assert memory["engine_bytes"] > memory["idle_bytes"]
+    for name in ("upload", "round"):
+        over = memory[f"peak_{name}_bytes"] - memory["idle_bytes"]
+        assert memory[f"peak_{name}_over_idle_in_payloads"] == pytest.approx(over / size_bytes)
+    # An upload goes through the spool batch by batch: what the device holds must not grow with it.
+    assert memory["peak_upload_over_idle_in_payloads"] < 0.5
+
+
+def test_the_profile_names_shares_of_both_processes() -> None:
+    profile = run("--profile")["profile"]
+    assert profile["exchanges"] == 10
+    for side in ("device", "server"):
+        assert profile[side]["codec: decode"] > 0
+        assert profile[side]["TLS"] > 0
+    assert profile["device"]["hand-off to the worker's thread"] > 0
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert bench_wire.percentile(values, 0.5) == 51
+    assert bench_wire.percentile(values, 0.99) == 100
+    assert bench_wire.percentile([3.0], 0.99) == 3.0
+
+
+def test_ratios_are_made_within_a_turn() -> None:
+    # The machine became ten times slower after the first turn; both sides alike.
+    assert bench_wire.ratio_of([2.0, 20.0, 20.0], [1.0, 10.0, 10.0]) == 2.0
+
+
+def test_turns_alternate_their_order() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> bench_wire.Call:
+        return lambda: order.append(name) or {}  # type: ignore[func-returns-value]
+
+    answers = bench_wire.take_turns({"bare": call("bare"), "ours": call("ours")}, 2)
+    assert order == ["bare", "ours", "ours", "bare"]
+    assert [len(each) for each in answers.values()] == [2, 2]

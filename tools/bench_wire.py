@@ -1,0 +1,374 @@
+"""Measures the wire beside bare websockets: one exchange, a round of large tensors, an upload, and the device's memory.
+
+Both sides are the product's own programs but for the torch process and the images (`bench_wire_server`,
+`bench_wire_device`); the peer is the websockets library over the same TLS (`bench_wire_bare`). Ours and the peer take
+turns in one run, because a machine's speed changes: ratios are made within a turn, and the median of the turns is told.
+
+    exchange   the server asks with a tensor, the device answers with one of the same size
+    round      4 devices at once, replayable: 50 MB down, then 50 MB up, as one message each (in chunks)
+    upload     4 devices at once, durable: 50 MB up in batches, each with an fsync on the device and on the server
+               beside bare (no disk), and beside bare with one write and fsync per frame on both sides
+    memory     resident bytes of one device process, as the operating system counts them (Linux)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contract.console import ArgumentParser, print_document, run_command, say
+from tools import make_keys
+from tools.bench_wire_control import Control, Order
+
+STOP_S = 20.0
+SITE = "site"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured, and how often."""
+
+    turns: int
+    exchanges: int  # in a turn
+    exchange_bytes: int
+    devices: int
+    round_bytes: int
+    rounds: int  # turns of the large tensors
+
+
+Call = Callable[[], Order]
+
+
+# --- programs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Programs:
+    """Starts the programs in one temporary folder, and stops them."""
+
+    root: Path
+    device_python: str
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    def make_keys(self, devices: list[str]) -> None:
+        make_keys.make_publisher(self.keys)
+        make_keys.make_ca(self.keys)
+        make_keys.make_server(self.keys, ["localhost", "127.0.0.1"])
+        for device in devices:
+            make_keys.make_device(self.keys, SITE, device)
+
+    def start(self, python: str, module: str, *arguments: object) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        program = subprocess.Popen(
+            [python, "-m", module, *map(str, arguments)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._stack.callback(stop, program)
+        return program
+
+    def start_server(self, name: str, module: str, *arguments: object) -> tuple[Control, str]:
+        """A server that listens, and its URL; whoever takes the orders may not be there yet."""
+        control = Control(self.root / f"{name}.socket")
+        words = ("--keys", self.keys, "--control", control.path, *arguments)
+        program = self.start(sys.executable, module, *words)
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        if not line.startswith("listening on "):
+            raise RuntimeError(f"{module} did not start: {line!r}")
+        control.accept()
+        return control, line.split()[-1]
+
+    def start_device(self, name: str, url: str, upload_bytes: int, *extra: object) -> subprocess.Popen[str]:
+        words = ("--server", url, "--name", name, "--keys", self.keys, "--state", self.root / "state" / name)
+        return self.start(self.device_python, "tools.bench_wire_device", *words, "--upload-bytes", upload_bytes, *extra)
+
+    def start_bare_client(self, name: str, url: str) -> subprocess.Popen[str]:
+        words = ("client", "--server", url, "--keys", self.keys, "--folder", self.root / name)
+        return self.start(self.device_python, "tools.bench_wire_bare", *words)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def stop(program: subprocess.Popen[str]) -> None:
+    if program.poll() is None:
+        program.send_signal(signal.SIGTERM)
+    try:
+        program.communicate(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.communicate()
+
+
+@contextmanager
+def programs(device_python: str, devices: list[str]) -> Iterator[Programs]:
+    with tempfile.TemporaryDirectory(prefix="cutlayer-bench-") as folder:
+        started = Programs(Path(folder), device_python)
+        started.make_keys(devices)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share of the values lies, nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def ratio_of(ours: list[float], theirs: list[float]) -> float:
+    """Median over the turns of ours / theirs in the same turn."""
+    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def take_turns(calls: dict[str, Call], turns: int) -> dict[str, list[Order]]:
+    """Every call once a turn, in an order that is turned round each time."""
+    answers: dict[str, list[Order]] = {name: [] for name in calls}
+    for turn in range(turns):
+        for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+            answers[name].append(calls[name]())
+    return answers
+
+
+def exchange_figures(answers: dict[str, list[Order]]) -> dict[str, object]:
+    """Of the exchange as the socket process sees it, and with the way through the pipe and back."""
+    spans = {
+        "ours": [turn["boundary_s"] for turn in answers["ours"]],
+        "with_pipe": [turn["whole_s"] for turn in answers["ours"]],
+        "bare": [turn["whole_s"] for turn in answers["bare"]],
+    }
+    figures: dict[str, object] = {"exchanges": sum(len(turn) for turn in spans["ours"])}
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        by_turn = {key: [percentile(turn, share) for turn in turns] for key, turns in spans.items()}
+        figures[f"exchange_{name}_s"] = statistics.median(by_turn["ours"])
+        figures[f"bare_{name}_s"] = statistics.median(by_turn["bare"])
+        figures[f"ratio_{name}"] = ratio_of(by_turn["ours"], by_turn["bare"])
+        figures[f"with_pipe_{name}_s"] = statistics.median(by_turn["with_pipe"])
+        figures[f"with_pipe_ratio_{name}"] = ratio_of(by_turn["with_pipe"], by_turn["bare"])
+    return figures
+
+
+def duration_figures(answers: dict[str, list[Order]]) -> dict[str, object]:
+    """Seconds of ours and of each peer, and ours over each peer."""
+    spans = {name: [sum(turn["whole_s"]) for turn in turns] for name, turns in answers.items()}
+    figures: dict[str, object] = {f"{name}_s": statistics.median(turns) for name, turns in spans.items()}
+    for name in spans.keys() - {"ours"}:
+        figures[f"ratio_to_{name}"] = ratio_of(spans["ours"], spans[name])
+    return figures
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(pid: int, field_name: str = "VmRSS") -> int | None:
+    """What the operating system says of a process; None where it does not say it like Linux."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{field_name}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def peak_bytes(pid: int, call: Call) -> int | None:
+    """The most memory that a process holds during a call."""
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts at what is resident now
+    except OSError:
+        return None
+    call()
+    return resident_bytes(pid, "VmHWM")
+
+
+def measure_memory(started: Programs, url: str, control: Control, bare: tuple[Control, str], sizes: Sizes) -> Order:
+    """A device of its own, idle, sending, and with an engine; and a bare client beside it."""
+    model = started.root / "engine.onnx"
+    model_bytes = write_engine(model)
+    bare_client = started.start_bare_client("bare-memory", bare[1])
+    bare[0].ask("join", clients=sizes.devices + 1)
+    device = started.start_device("memory", url, sizes.round_bytes)
+    control.ask("join", devices=["memory"])
+    one = ["memory"]
+    figures: Order = {"bare_idle_bytes": resident_bytes(bare_client.pid), "idle_bytes": resident_bytes(device.pid)}
+    upload = peak_bytes(device.pid, lambda: control.ask("collect", devices=one))
+    round_trip = peak_bytes(
+        device.pid, lambda: control.ask("exchange", devices=one, size_bytes=sizes.round_bytes, count=1)
+    )
+    idle = figures["idle_bytes"]
+    for name, peak in (("upload", upload), ("round", round_trip)):
+        figures[f"peak_{name}_bytes"] = peak
+        known = peak is not None and idle is not None
+        figures[f"peak_{name}_over_idle_in_payloads"] = (peak - idle) / sizes.round_bytes if known else None
+    stop(device)
+    engine = started.start_device("engine", url, sizes.round_bytes, "--engine", model)
+    control.ask("join", devices=["engine"])
+    figures |= {"engine_bytes": resident_bytes(engine.pid), "engine_model_bytes": model_bytes}
+    stop(engine)
+    stop(bare_client)
+    if idle is None:
+        figures["reason"] = "this system has no /proc/PID/status"
+    return figures
+
+
+def write_engine(path: Path) -> int:
+    """A small frontend for onnxruntime: one patch-like matrix product; returns its size."""
+    import numpy as np
+    from onnx import TensorProto, checker, helper, numpy_helper
+
+    weight = np.random.default_rng(0).standard_normal((768, 384), np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Reshape", ["image", "shape"], ["patches"]),
+         helper.make_node("MatMul", ["patches", "weight"], ["tokens"])],
+        "frontend",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [1, 3, 64, 64])],
+        [helper.make_tensor_value_info("tokens", TensorProto.FLOAT, [1, 16, 384])],
+        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(np.array([1, 16, 768]), "shape")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    checker.check_model(model)
+    return path.write_bytes(model.SerializeToString())
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+def measure(sizes: Sizes, device_python: str) -> dict[str, object]:
+    names = [f"device-{number}" for number in range(1, sizes.devices + 1)]
+    with programs(device_python, [*names, "memory", "engine"]) as started:
+        control, url = started.start_server("ours", "tools.bench_wire_server", "--root", started.root / "run")
+        bare = started.start_server("bare", "tools.bench_wire_bare", "server", "--folder", started.root / "bare")
+        for name in names:
+            started.start_device(name, url, sizes.round_bytes)
+            started.start_bare_client(f"bare-{name}", bare[1])
+        control.ask("join", devices=names)
+        bare[0].ask("join", clients=sizes.devices)
+
+        def ours(clients: int, size_bytes: int, count: int) -> Call:
+            return lambda: control.ask("exchange", devices=names[:clients], size_bytes=size_bytes, count=count)
+
+        def theirs(clients: int, down_bytes: int, up_bytes: int, count: int = 1, durable: bool = False) -> Call:
+            values = {"down_bytes": down_bytes, "up_bytes": up_bytes, "count": count, "durable": durable}
+            return lambda: bare[0].ask("exchange", clients=clients, **values)
+
+        small, large, n = sizes.exchange_bytes, sizes.round_bytes, sizes.devices
+        exchanges = {"bare": theirs(1, small, small, sizes.exchanges), "ours": ours(1, small, sizes.exchanges)}
+        for call in exchanges.values():
+            call()  # warm-up
+        figures: dict[str, object] = {"exchange": exchange_figures(take_turns(exchanges, sizes.turns))}
+        figures["round"] = duration_figures(
+            take_turns({"bare": theirs(n, large, large), "ours": ours(n, large, 1)}, sizes.rounds)
+        )
+        uploads = {
+            "bare": theirs(n, 0, large),
+            "bare_fsync": theirs(n, 0, large, durable=True),
+            "ours": lambda: control.ask("collect", devices=names),
+        }
+        figures["upload"] = duration_figures(take_turns(uploads, sizes.rounds))
+        figures["memory"] = measure_memory(started, url, control, bare, sizes)
+    return figures
+
+
+def profile(sizes: Sizes, device_python: str) -> dict[str, object]:
+    """Microseconds of one exchange by share, in the device's process and in the server's."""
+    with programs(device_python, ["device-1"]) as started:
+        files = {name: started.root / f"{name}.json" for name in ("device", "server")}
+        root = started.root / "run"
+        control, url = started.start_server(
+            "ours", "tools.bench_wire_server", "--root", root, "--trace", files["server"]
+        )
+        started.start_device("device-1", url, sizes.exchange_bytes, "--trace", files["device"])
+        control.ask("join", devices=["device-1"])
+        count = sizes.exchanges * sizes.turns
+        answer = control.ask("exchange", devices=["device-1"], size_bytes=sizes.exchange_bytes, count=count)
+        started.close()
+        shares = {name: shares_us(path, count) for name, path in files.items()}
+    return {"exchanges": count, "exchange_p50_us": 1e6 * percentile(answer["boundary_s"], 0.5), **shares}
+
+
+def shares_us(path: Path, count: int) -> dict[str, float]:
+    import json
+
+    spent_s: dict[str, float] = json.loads(path.read_text())
+    return {share: 1e6 * value / count for share, value in sorted(spent_s.items(), key=lambda item: -item[1])}
+
+
+def to_text(document: dict[str, object]) -> str:
+    lines: list[str] = []
+    for part, values in document.items():
+        if isinstance(values, dict):
+            lines.append(part)
+            lines += [f"  {name:<42} {shown(name, value)}" for name, value in flat(values)]
+        else:
+            lines.append(f"{part:<44} {shown(part, values)}")
+    return "\n".join(lines)
+
+
+def flat(values: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}: {inner}", each) for inner, each in value.items())
+        else:
+            yield name, value
+
+
+def shown(name: str, value: object) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return f"{value / 1e6:.1f} MB"
+    if isinstance(value, float):
+        return f"{1000 * value:.3f} ms" if name.endswith("_s") else f"{value:.2f}"
+    return str(value)
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    sizes = Sizes(
+        options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds
+    )
+    python = str(options.device_python)
+    version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    say(f"measuring with {sizes.devices} devices on Python {version}")
+    document: dict[str, object] = {"device_python": version, "cpus": os.cpu_count(), "sizes": vars(sizes)}
+    document |= {"profile": profile(sizes, python)} if options.profile else measure(sizes, python)
+    if options.format == "json":
+        print_document("bench-wire", document)
+    else:
+        print(to_text(document))
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(prog="tools/bench_wire", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--turns", type=int, default=7, help="turns of exchanges (default %(default)s)")
+    parser.add_argument("--exchanges", type=int, default=300, help="exchanges in a turn (default %(default)s)")
+    parser.add_argument("--exchange-bytes", type=int, default=100_000, help="each way (default %(default)s)")
+    parser.add_argument("--devices", type=int, default=4, help="devices of a round (default %(default)s)")
+    parser.add_argument("--round-bytes", type=int, default=50_000_000, help="each way and device (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the large tensors (default %(default)s)")
+    parser.add_argument(
+        "--device-python", type=Path, default=Path(sys.executable), help="interpreter of the devices (default: this)"
+    )
+    parser.add_argument("--profile", action="store_true", help="only where an exchange's time goes, in microseconds")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default %(default)s")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
