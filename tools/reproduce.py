@@ -1,0 +1,191 @@
+"""Run split adaptation against its baselines: one row for each shots, noise strength and seed; a table and verdicts.
+
+A finished row is kept in DIR/rows and not computed again, so an interrupted reproduction goes on where it was; several
+commands may work on one DIR, each on rows of its own. What a row is is `reproduce_rows`' part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contract import manifest as manifests
+from contract.console import ArgumentParser, print_document, run_command, say
+from contract.errors import UsageError
+from edge_runtime.engines import engine_names
+from server_runtime.files import write_atomic
+from server_runtime.report import to_html, to_text
+from tools.reproduce_rows import ALPHA, Cell, Laboratory
+from tools.reproduce_table import METHODS, Row, results_of, summarise
+from tools.reproduce_world import ROOT, World, alone, export_package, full_world, quick_world
+
+ROW_SCHEMA = 1
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    root = options.output.resolve()
+    world = prepare(options, root / "scratch" / ("quick" if options.quick else "full"))
+    laboratory: list[Laboratory] = []  # opened for the first row that is not finished
+
+    def compute(cell: Cell) -> Row:
+        if not laboratory:
+            laboratory.append(Laboratory(world, options.engine))
+        return laboratory[0].row(cell).document()
+
+    asked = asked_of(options, world.name, digest_of(world))
+    rows = run_rows(root / "rows", asked, cells_of(options.shots, options.kappas, options.seeds), compute)
+    report(options, root, document_of(world, asked, rows))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(prog="tools/reproduce", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("study", choices=["sa"], help="sa: split adaptation")
+    parser.add_argument(
+        "--quick", action="store_true", help="digits and a small model: minutes on two cores, no archives"
+    )
+    parser.add_argument("--seeds", type=listed(int), help="default: 1 with --quick, else 1,42,215")
+    parser.add_argument(
+        "--shots", type=listed(int), help="training images per class; default: 5 with --quick, else 5,10"
+    )
+    parser.add_argument("--kappas", type=listed(float), default=[0.25, 1.0], help="feature noise (default: 0.25,1)")
+    engines = ["torch", *(name for name in engine_names() if name != "fake")]
+    parser.add_argument(
+        "--engine", choices=engines, help="of the devices; default: onnxruntime with --quick, else torch"
+    )
+    parser.add_argument("--test-images", type=int, metavar="N", help="sample of the test images (default: all)")
+    parser.add_argument(
+        "--shared", type=Path, metavar="DIR", help="data/ and models/ (default: ../shared of the checkout)"
+    )
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
+    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    options = parser.parse_args(argv)
+    options.seeds = options.seeds or ([1] if options.quick else [1, 42, 215])
+    options.shots = options.shots or ([5] if options.quick else [5, 10])
+    options.engine = options.engine or ("onnxruntime" if options.quick else "torch")
+    if options.quick and (options.shared or options.test_images):
+        raise UsageError("--shared and --test-images belong to the full reproduction", "leave out --quick, or these")
+    if min(options.shots) < 1 or min(options.seeds) < 0 or not all(0 <= kappa <= 1 for kappa in options.kappas):
+        raise UsageError("expected --shots of 1 or more, --seeds of 0 or more and --kappas from 0 to 1", "correct them")
+    if options.test_images is not None and options.test_images < 1:
+        raise UsageError(f"--test-images must be 1 or more, found {options.test_images}", "leave it out to take all")
+    return options
+
+
+def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of comma-separated values, each once, in the order given."""
+
+    def parse_list(text: str) -> list[Any]:
+        try:
+            values = [kind(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
+        return list(dict.fromkeys(values))
+
+    return parse_list
+
+
+def prepare(options: argparse.Namespace, root: Path) -> World:
+    """The world with its package; whoever comes second waits until it is made."""
+    with alone(root):
+        if options.quick:
+            world = quick_world(root)
+        else:
+            world = full_world(root, options.shared or ROOT.parent / "shared", options.test_images)
+        export_package(world)
+        for shots in options.shots:
+            for seed in options.seeds:
+                world.site(shots, seed)
+    return world
+
+
+def asked_of(options: argparse.Namespace, world: str, package_digest: str) -> Row:
+    """What a row's figures depend on beside its cell; a stored row counts only if all of it is the same."""
+    return {
+        "row_schema": ROW_SCHEMA, "study": options.study, "world": world, "engine": options.engine,
+        "test_images_asked": options.test_images, "package_digest": package_digest,
+    }  # fmt: skip
+
+
+def digest_of(world: World) -> str:
+    """The package that the rows are about, in hex."""
+    return manifests.digest((world.front / manifests.MANIFEST_NAME).read_bytes()).hex()
+
+
+def cells_of(shots: Sequence[int], kappas: Sequence[float], seeds: Sequence[int]) -> list[Cell]:
+    """All cells, those that share test codes one after another."""
+    return [Cell(count, kappa, seed) for kappa in kappas for seed in seeds for count in shots]
+
+
+def run_rows(folder: Path, asked: Row, cells: Sequence[Cell], compute: Callable[[Cell], Row]) -> list[Row]:
+    """Every cell's row: from `folder` where it is finished, else computed and kept."""
+    rows = []
+    for number, cell in enumerate(cells, start=1):
+        head: Row = {**asked, **vars(cell)}
+        name = (
+            f"{asked['study']}-{asked['world']}-{asked['engine']}-{cell.shots}shot-kappa{cell.kappa:g}-seed{cell.seed}"
+        )
+        path = folder / f"{name}.json"
+        row = finished(path, head)
+        if row is None:
+            say(f"== row {number} of {len(cells)}: {cell.shots} shots, kappa {cell.kappa:g}, seed {cell.seed}")
+            row = {**head, **compute(cell)}
+            write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
+        say(line_of(row))
+        rows.append(row)
+    return rows
+
+
+def finished(path: Path, head: Row) -> Row | None:
+    """The stored row, if it is whole and answers the same question."""
+    try:
+        row = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
+    return row if same and "accuracy" in row else None
+
+
+def line_of(row: Row) -> str:
+    """One row in one line."""
+    shares = ", ".join(f"{method} {100 * row['accuracy'][method]:.2f} %" for method in METHODS)
+    return (
+        f"{row['shots']} shots, kappa {row['kappa']:g}, seed {row['seed']}: {shares}; "
+        f"ridge {row['ridge_psnr_db']:.2f} dB (mean colour {row['mean_colour_psnr_db']:.2f}); "
+        f"{row['images']} uploads, {row['test_images']} test images; frontend {row['frontend_engine']}; "
+        f"trained by {row['training_device']}; {row['seconds']} s"
+    )
+
+
+def document_of(world: World, asked: Row, rows: Sequence[Row]) -> Row:
+    """What --format json prints."""
+    few_shot = json.loads((world.backend / "few_shot.json").read_text())
+    return {
+        "study": asked["study"], "world": world.name, "data": world.note, "engine": asked["engine"], "alpha": ALPHA,
+        "package_digest": asked["package_digest"], "backend_lr": few_shot["backend_lr"],
+        "head_lr": few_shot["head_lr"], "rates_reason": few_shot["reason"], "cells": summarise(rows),
+        "rows": list(rows),
+    }  # fmt: skip
+
+
+def report(options: argparse.Namespace, root: Path, document: Row) -> None:
+    """The page, and the document or the tables on stdout."""
+    page = results_of(document)
+    write_atomic(root / "report.html", to_html(page).encode())
+    if options.format == "json":
+        print_document("reproduce", {**document, "report": str(root / "report.html")})
+        return
+    print("\n\n".join(map(to_text, page.tables)))
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
+    print(f"report: {root / 'report.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
