@@ -22,6 +22,7 @@ from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder
+from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
 from .roster import read_roster
@@ -75,9 +76,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     wanted.check(folder.manifest.transforms, folder.manifest.label_modes)
     given = frozenset(name for name, origin in resolved.origin.items() if origin != "default")
     run = choose_run(values["runs"], values["run"], wanted, given, list(roster.sites), _new_name, say)
-    lock = lock_run(run.root)
     say(f"{'starting' if run.is_new else 'going on with'} run {run.name} in {run.root}")
-    store = Store(run.root, lambda text: say(f"warning: {text}"))
+    try:
+        lock = lock_run(run.root)
+        store = Store(run.root, lambda text: say(f"warning: {text}"))
+    except DISK_ERRORS as error:
+        raise disk_refuses(run.root, error) from error
     try:
         job = Job(
             root=run.root,

@@ -6,7 +6,20 @@ What a file means is left to the callers. Keep run directories off FAT: rename i
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
+
+from contract.errors import TrainingError
+
+DISK_ERRORS = (OSError, sqlite3.Error)
+
+
+def disk_refuses(root: Path | str, error: Exception) -> TrainingError:
+    """One of `DISK_ERRORS` from the run directory, as an operator is told it."""
+    return TrainingError(
+        f"the run directory {root} cannot be read or written: {error}",
+        "free space or repair the disk, then start server-run again: nothing acknowledged is lost",
+    )
 
 
 def sync_directory(folder: Path) -> None:

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import signal
-import sqlite3
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +32,7 @@ from . import pipe
 from .acceptance import Expected
 from .admission import Admission, Terms
 from .connection import Connection
+from .files import DISK_ERRORS, disk_refuses
 from .listening import bind_address, tls_context
 from .pipe import PipeFrame
 from .plan import Listen
@@ -193,13 +193,8 @@ class Server:
             pass
         except CutlayerError as error:  # one device's trouble is not the others'
             self._say(f"warning: a connection was given up: {error.cause}")
-        except (OSError, sqlite3.Error) as error:  # of the store; a socket's own are ConnectionClosed
-            self._give_up(
-                TrainingError(
-                    f"the run directory {self._job.root} cannot be written: {error}",
-                    "free space or repair the disk, then start server-run again: nothing acknowledged is lost",
-                )
-            )
+        except DISK_ERRORS as error:  # of the store; a socket's own are ConnectionClosed
+            self._give_up(disk_refuses(self._job.root, error))
         except Exception as error:
             self._give_up(error)
         finally:

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from contract.messages import Gradient
 
 from . import backend, backend_folder, pipe, strategies
 from .conductor import Conducting, Conductor
+from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import Plan
 from .run_directory import RunDirectory
@@ -93,8 +95,12 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get into the pipe
     frames: queue.Queue[PipeFrame] = queue.Queue()
     threading.Thread(target=_read_frames, args=(sys.stdin.fileno(), frames), daemon=True).start()
+    start = json.loads(frames.get().text)
     try:
-        _serve(frames, post)
+        try:
+            _serve(start, frames, post)
+        except DISK_ERRORS as error:
+            raise disk_refuses(start["root"], error) from error
         return 0
     except CutlayerError as error:
         values: dict[str, pipe.Value] = {"error": type(error).__name__, "cause": error.cause, "cure": error.cure}
@@ -116,9 +122,7 @@ def _read_frames(descriptor: int, frames: queue.Queue[PipeFrame]) -> None:
     os._exit(_PARENT_GONE)  # nobody is left to work for; what is on disk is whole at any moment
 
 
-def _serve(frames: queue.Queue[PipeFrame], post: PipePost) -> None:
-    start = json.loads(frames.get().text)
-
+def _serve(start: dict[str, Any], frames: queue.Queue[PipeFrame], post: PipePost) -> None:
     def warn(text: str) -> None:
         post.send(PipeFrame(pipe.WARNING, text=text))
 
