@@ -114,14 +114,14 @@ def decode_fields(cls: Any, value: object, path: str = "", omit: Collection[str]
     """
     if type(value) is not dict:
         raise _mismatch(path, f"an object ({cls.__name__})", value)
-    kinds = {name: kind for name, kind in _fields(cls).items() if name not in omit}
-    unknown = sorted(value.keys() - kinds.keys())
-    if unknown:
-        raise CanonicalError(f"{_at(path)}expected no other fields of {cls.__name__}, found {shown(unknown[0])}")
-    missing = sorted(kinds.keys() - value.keys())
-    if missing:
-        raise CanonicalError(f"{_at(path)}expected the field {missing[0]!r} of {cls.__name__}, found none")
-    return {name: _form(kind).read(value[name], _join(path, name)) for name, kind in kinds.items()}
+    forms = _forms(cls, frozenset(omit))
+    if value.keys() != forms.keys():
+        unknown = sorted(value.keys() - forms.keys())
+        if unknown:
+            raise CanonicalError(f"{_at(path)}expected no other fields of {cls.__name__}, found {shown(unknown[0])}")
+        missing = min(forms.keys() - value.keys())
+        raise CanonicalError(f"{_at(path)}expected the field {missing!r} of {cls.__name__}, found none")
+    return {name: form.read(value[name], _join(path, name)) for name, form in forms.items()}
 
 
 class _Form(NamedTuple):
@@ -132,17 +132,17 @@ class _Form(NamedTuple):
 
 
 @cache
-def _fields(cls: Any) -> dict[str, Any]:
-    """Annotation of every field. No forms yet: a field that is always omitted (an array) has none."""
+def _forms(cls: Any, omit: frozenset[str]) -> dict[str, _Form]:
+    """Form of every field but those in `omit`: one that is always omitted (an array) has none."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {field.name: _form(hints[field.name]) for field in dataclasses.fields(cls) if field.name not in omit}
 
 
 def _write_fields(value: Any, cls: Any, path: str, omit: Collection[str] = ()) -> dict[str, object]:
-    kinds = {name: kind for name, kind in _fields(cls).items() if name not in omit}
+    forms = _forms(cls, frozenset(omit))
     if type(value) is not cls:
         raise _mismatch(path, cls.__name__, value)
-    return {name: _form(kind).write(getattr(value, name), _join(path, name)) for name, kind in kinds.items()}
+    return {name: form.write(getattr(value, name), _join(path, name)) for name, form in forms.items()}
 
 
 @cache

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -53,7 +53,10 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ARRAY_FIELDS: Mapping[str, Collection[str]] = {Ask.TYPE: ("tensors",), **TENSORS}
+_ARRAY_FIELDS: Mapping[str, frozenset[str]] = {
+    Ask.TYPE: frozenset(("tensors",)),
+    **{kind: frozenset(rules) for kind, rules in TENSORS.items()},
+}
 _VERSIONLESS = ("hello", "refuse")
 _NUMBERS_BYTES = len(f'"ack":{INT_MAX},"seq":{INT_MAX},')  # at their longest
 _NO_NUMBERS = b'{"ack":0,"seq":0,'

@@ -23,12 +23,21 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from contract.codec import LIMITS as CODEC_LIMITS
-from contract.errors import ConfigError, CutlayerError, ProtocolError, RefusedError, TrainingError, UnreachableError
+from contract.errors import (
+    ConfigError,
+    CutlayerError,
+    ProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    TrainingError,
+    UnreachableError,
+)
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.reconnect import Backoff, explain
 
+BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
 CLOSED_AS_REPLACED = 4000  # the server's close code for an older session of a device
 
 
@@ -40,6 +49,7 @@ class ClientLimits:
     tick_s: float = 0.5
     goodbye_s: float = 3.0
     replaced: int = 3  # so often may a newer session under this name take over
+    broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Client:
         self._wake = asyncio.Event()
         self._connected = False
         self._replaced = 0
+        self._broken, self._broken_at = 0, 0  # conversations, and what was acknowledged by then
         self._status = ""
 
     async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
@@ -97,8 +108,8 @@ class Client:
             try:
                 await self._unless_stopped(self._connect(context, stop), stop)
                 failure: Exception = PeerLost("the server closed it")
-            except RefusedError as error:
-                if error.retry_after_s is None or once:
+            except (RefusedError, RemoteProtocolError) as error:
+                if once or not self._is_worth_another_try(error):
                     raise
                 failure = error
             except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
@@ -119,6 +130,17 @@ class Client:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
+
+    def _is_worth_another_try(self, error: RefusedError | RemoteProtocolError) -> bool:
+        """Whether coming back may help: the server says so, or a message was broken, perhaps by accident."""
+        if isinstance(error, RefusedError) and error.code != BROKEN_PROTOCOL:
+            return error.retry_after_s is not None
+        if self._delivery.failure is not None:  # what was asked cannot be done, however often it is asked
+            return False
+        if self._conduct.acknowledged > self._broken_at:
+            self._broken = 0
+        self._broken, self._broken_at = self._broken + 1, self._conduct.acknowledged
+        return self._broken < self._limits.broken
 
     def _note_replaced(self, error: Exception) -> None:
         """Raises: RefusedError when another program keeps joining under this device's name.
@@ -153,7 +175,9 @@ class Client:
             self._connected = True
             self.traffic.connections += 1
             self._conduct.connect(channel_binding(socket))
-            tasks = [asyncio.create_task(work) for work in (self._read(socket), self._write(socket, stop))]
+            tasks = [
+                asyncio.create_task(work) for work in (self._read(socket), self._write(socket, stop), self._tick())
+            ]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 errors = [error for task in tasks if task.done() and (error := task.exception())]
@@ -201,7 +225,7 @@ class Client:
 
     async def _write(self, socket: ClientConnection, stop: asyncio.Event) -> None:
         """Flush whenever something changed, and at least every tick, until the run is over or stopped."""
-        loop, ticked_s = asyncio.get_running_loop(), float("-inf")
+        ticked_s, status = float("-inf"), self._delivery.status(time.monotonic())
         while True:
             self._wake.clear()
             if self._delivery.failure is not None:
@@ -211,18 +235,22 @@ class Client:
             now_s = time.monotonic()
             if now_s - ticked_s >= self._limits.tick_s:
                 self._on_tick()
-                ticked_s = now_s
+                ticked_s, status = now_s, self._delivery.status(now_s)
             try:
-                self._conduct.tick(now_s, self._delivery.status(now_s))
+                self._conduct.tick(now_s, status)
             except ProtocolError as error:
                 raise PeerLost(error.cause) from error
             await self._flush(socket)
             if self._conduct.outcome is not None or stop.is_set():
                 await self._say_goodbye(socket, "stopped" if stop.is_set() else "done")
                 return
-            tick = loop.call_later(self._limits.tick_s, self._wake.set)  # wait_for would start a task each time
             await self._wake.wait()
-            tick.cancel()
+
+    async def _tick(self) -> None:
+        """Wake the writer now and then: one timer a tick, not one for each time that it sleeps."""
+        while True:
+            await asyncio.sleep(self._limits.tick_s)
+            self._wake.set()
 
     async def _flush(self, socket: ClientConnection) -> None:
         while frames := self._conduct.frames_to_send():

@@ -87,6 +87,11 @@ class Conduct:
         """Whether the handshake is done and nobody has left."""
         return self._session.state is State.OPEN
 
+    @property
+    def acknowledged(self) -> int:
+        """The last number of ours that the server has stored."""
+        return self._spool.acknowledged
+
     # In.
 
     def connect(self, channel_binding: bytes) -> None:

@@ -6,6 +6,8 @@ pickled. What a frame causes is left to `conductor` (torch process) and `server`
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from contract import canonical, codec
 from contract.errors import LocalProtocolError
 from contract.messages import Message
 
+_PIPE_BYTES = 1 << 20  # what an ordinary user may ask for
 _LENGTHS = struct.Struct("<II")  # header bytes, message bytes
 
 
@@ -78,12 +81,18 @@ def carried(frame: PipeFrame) -> Message:
     return codec.decode(frame.message, codec.LIMITS.object_bytes).message
 
 
+def widen(descriptor: int) -> None:
+    """Let a pipe hold 1 MiB where the system knows how (Linux): a large message then wakes its reader less often."""
+    with contextlib.suppress(OSError, AttributeError):  # not a pipe; not Linux
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+
 def pack(frame: PipeFrame) -> bytes:
     """Frame -> bytes."""
     return b"".join(parts(frame))
 
 
-def parts(frame: PipeFrame) -> tuple[bytes, bytes | memoryview]:
+def parts(frame: PipeFrame) -> tuple[bytes | memoryview, ...]:
     """Frame -> bytes in two pieces; the message, which may be large, is not copied."""
     header = canonical.to_json(
         {"kind": frame.kind, "site": frame.site, "device": frame.device, "text": frame.text, "values": frame.values}

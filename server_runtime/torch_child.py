@@ -19,7 +19,8 @@ from contract.errors import CutlayerError, TrainingError
 from . import pipe
 from .pipe import PipeFrame
 
-_READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20
+_JOINED_BYTES = 256 << 10  # to copy so much costs less than a second system call
 _STOP_S = 5.0  # between asking it to stop and killing it; its files are whole at any moment
 
 
@@ -45,7 +46,7 @@ class TorchChild:
         """Start it and hand it its plan; it says READY when the backend is loaded."""
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "server_runtime.training",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads), limit=_READ_BYTES,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads), limit=READ_BYTES,
             start_new_session=True,  # a terminal's Ctrl-C is the socket process's to pass on
         )  # fmt: skip
         child = cls(running)
@@ -56,7 +57,10 @@ class TorchChild:
         """Hand a frame over; a process that has just ended is reported by `frames`."""
         assert self._running.stdin is not None
         with contextlib.suppress(ConnectionError):
-            for part in pipe.parts(frame):
+            parts = pipe.parts(frame)
+            if len(frame.message) <= _JOINED_BYTES:
+                parts = (b"".join(parts),)
+            for part in parts:
                 self._running.stdin.write(part)
             await self._running.stdin.drain()
 
@@ -68,7 +72,7 @@ class TorchChild:
         """
         assert self._running.stdout is not None
         unpacker = pipe.Unpacker()
-        while data := await self._running.stdout.read(_READ_BYTES):
+        while data := await self._running.stdout.read(READ_BYTES):
             for frame in unpacker.feed(data):
                 if frame.kind == pipe.FAILED and not frame.site:
                     raise _told_error(frame)

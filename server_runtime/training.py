@@ -91,6 +91,8 @@ def main() -> int:
     # The parent turns signals into a STOP frame; a terminal's Ctrl-C or a service manager reaches both processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for end in (sys.stdin, sys.stdout):
+        pipe.widen(end.fileno())
     post = PipePost(os.dup(sys.stdout.fileno()))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get into the pipe
     frames: queue.Queue[PipeFrame] = queue.Queue()

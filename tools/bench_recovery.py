@@ -38,6 +38,7 @@ from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import DeviceError, TrainingError, UsageError
 from contract.image_folder import scan
 from edge_runtime.spool import MESSAGE, SpoolLimits, scan_records
+from server_runtime.admission import Terms
 from server_runtime.report import Table, to_text
 from tools import demo, demo_commands, demo_model
 from tools.demo_data import DEVICES, DemoFolders
@@ -86,9 +87,10 @@ class Adaptation:
     weights: dict[str, bytes]
     samples: dict[str, tuple[int, int]]  # device -> (rows stored, different samples among them)
     accuracy: float
-    seconds: float
+    seconds: float  # until all devices were let go
     start_s: float  # until its first server listened, with nothing to take up
     repeated_epochs: int
+    sent_again: list[tuple[int, int]]  # of each device that ended by itself: in all, and most after one reconnection
     kills: list[Kill] = field(default_factory=list)
 
 
@@ -200,6 +202,7 @@ class Trial:
         self._server: Command
         self._devices: dict[str, Command]
         self._kills: list[Kill] = []
+        self._sent_again: list[tuple[int, int]] = []
         root.mkdir(parents=True)
         for device in DEVICES if secrets else ():
             identity = root / "state" / device / "identity"
@@ -225,7 +228,7 @@ class Trial:
         epochs = [line["epoch"] for line in self._metrics() if "epoch" in line]
         weights = {path.name: path.read_bytes() for path in self._root.glob("runs/*/models/*/*.safetensors")}
         repeated = len(epochs) - len(set(epochs))
-        return Adaptation(weights, self._samples(), accuracy, seconds, start_s, repeated, self._kills)
+        return Adaptation(weights, self._samples(), accuracy, seconds, start_s, repeated, self._sent_again, self._kills)
 
     # -- the loop
 
@@ -260,6 +263,7 @@ class Trial:
                     continue
                 if code == 0:
                     if moments.device_returns(device, now_s):
+                        self._note_report(device)
                         self._restart(device, moments)
                 elif moments.device_dies(device, now_s, phase if listens else AWAY):
                     command.kill()
@@ -272,12 +276,18 @@ class Trial:
             if ended and listens and all(each.running.poll() == 0 for each in self._devices.values()):
                 if outage is not None:
                     self._note(outage, None)
+                for device in DEVICES:
+                    self._note_report(device)
                 return
             time.sleep(POLL_S)
 
     def _restart(self, device: str, moments: Moments) -> None:
         self._devices[device] = self._start_device(device)
         moments.device_starts(device, time.monotonic())
+
+    def _note_report(self, device: str) -> None:
+        report = json.loads(self._devices[device].output.read_text())
+        self._sent_again.append((report["messages_sent_again"], report["sent_again_most"]))
 
     def _note(self, outage: Outage, now_s: float | None) -> None:
         recovery_s = None if now_s is None or outage.spoiled else now_s - outage.began_s
@@ -475,6 +485,7 @@ def summarise(bench: Bench, calm: Adaptation, disturbed: list[Adaptation]) -> di
     counted_once = all(each.samples == {d: (n, n) for d, n in images.items()} for each in (calm, *disturbed))
     same_weights = bool(calm.weights) and all(each.weights == calm.weights for each in disturbed)
     same_accuracy = all(each.accuracy == calm.accuracy for each in disturbed)
+    again = [each for adaptation in disturbed for each in adaptation.sent_again]
     servers = [kill for kill in kills if kill.target == "server"]
     return {
         "label_mode": bench.label_mode,
@@ -496,8 +507,9 @@ def summarise(bench: Bench, calm: Adaptation, disturbed: list[Adaptation]) -> di
         "recovery_target_s": TARGET_S,
         "first_start_s": round(statistics.median(each.start_s for each in (calm, *disturbed)), 2),
         "durable_messages_held_max": max((kill.held for kill in kills), default=None),
-        "messages_sent_again": None,
-        "messages_sent_again_reason": "neither side counts them; durable ones are no more than were held",
+        "messages_sent_again": sum(total for total, _ in again),
+        "sent_again_most": max((most for _, most in again), default=None),
+        "credit": Terms.credit,
         "repeated_epochs": [each.repeated_epochs for each in disturbed],
         "undisturbed_seconds": round(calm.seconds, 1),
         "disturbed_seconds": [round(each.seconds, 1) for each in disturbed],
@@ -544,13 +556,15 @@ def print_tables(document: dict[str, Any]) -> None:
     print("\n\n".join(map(to_text, (equal, kills, recovered))))
     for name in (
         "first_start_s",
+        "messages_sent_again",
+        "sent_again_most",
+        "credit",
         "durable_messages_held_max",
         "repeated_epochs",
         "undisturbed_seconds",
         "disturbed_seconds",
     ):
         print(f"{name.replace('_', ' ')}: {document[name]}")
-    print(f"messages sent again: unknown, {document['messages_sent_again_reason']}")
 
 
 if __name__ == "__main__":

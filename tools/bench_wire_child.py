@@ -29,6 +29,8 @@ class Pipe:
     """Both ends of the pipe that the socket process gave this one."""
 
     def __init__(self) -> None:
+        for end in (sys.stdin, sys.stdout):  # as the torch process does
+            pipe.widen(end.fileno())
         self._out = os.fdopen(sys.stdout.fileno(), "wb", closefd=False)
         self._frames = self._read()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from contract.console import run_command, say
 from contract.tokens import TokenLayout
-from server_runtime import pipe, server
+from server_runtime import pipe, server, torch_child
 from server_runtime.acceptance import Expected
 from server_runtime.admission import Terms
 from server_runtime.pipe import PipeFrame
@@ -44,7 +44,7 @@ class ScriptedChild(TorchChild):
         running = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tools.bench_wire_child",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment(threads),
-            start_new_session=True,
+            limit=torch_child.READ_BYTES, start_new_session=True,
         )  # fmt: skip
         child = cls(running)
         await child.send(start)

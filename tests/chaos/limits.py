@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"edge-run": "edge_runtime.cli", "server-run": "server_runtime.cli"}
-SILENCE_S = 4.0
+SILENCE_S = 3.0
 SHORT_SILENCE = (
     f"contract.session:SessionLimits.silence_s={SILENCE_S}",
     "server_runtime.admission:Terms.heartbeat_s=1.0",

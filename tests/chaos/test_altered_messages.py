@@ -126,6 +126,7 @@ def oversized(number: int, message: bytes) -> Sequence[bytes]:
     return [message + bytes(LIMITS.frame_bytes)] if number == 2 else [message]
 
 
+@pytest.mark.slow
 def test_wi_04_every_message_twice_in_both_directions_counts_once(fresh: Make, calm: Make) -> None:
     deployment = fresh(GRADIENT)
 
@@ -137,6 +138,7 @@ def test_wi_04_every_message_twice_in_both_directions_counts_once(fresh: Make, c
     assert adapted == Adapted(1, ())  # repetitions are no reason to hang up
 
 
+@pytest.mark.slow
 def test_faults_one_after_the_other_while_uploading_change_nothing(fresh: Make, calm: Make, limited: Limit) -> None:
     deployment = fresh(PERMUTED)
     limited(deployment, device=SMALL_BATCHES)
@@ -150,17 +152,17 @@ def test_faults_one_after_the_other_while_uploading_change_nothing(fresh: Make, 
     assert adapted.connections == 1 + len(plan)
 
 
-def test_faults_one_after_the_other_while_training_change_nothing(fresh: Make, calm: Make) -> None:
+def test_faults_one_after_the_other_and_then_everything_twice_change_nothing(fresh: Make, calm: Make) -> None:
     deployment = fresh(GRADIENT)
     plan = [
         Changed(TO_SERVER, spoiled),
         Changed(TO_DEVICE, oversized),
-        Changed(TO_SERVER, oversized),
-        Changed(TO_DEVICE, nonsense),
     ]
 
     def in_turn(direction: str, connection: int, number: int, message: bytes) -> Sequence[bytes]:
-        return plan[connection - 1](direction, 1, number, message) if connection <= len(plan) else [message]
+        if connection <= len(plan):
+            return plan[connection - 1](direction, 1, number, message)
+        return [message, message] if kind_of(message) in NUMBERED else [message]
 
     adapted = adapt_with(deployment, GRADIENT, in_turn)
     check_unharmed(deployment, calm(GRADIENT))
@@ -170,7 +172,7 @@ def test_faults_one_after_the_other_while_training_change_nothing(fresh: Make, c
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [GRADIENT, CLIENT_HEAD])
 @pytest.mark.parametrize("direction", [TO_SERVER, TO_DEVICE])
-@pytest.mark.parametrize("change", [spoiled, nonsense, lost, oversized, duplicated])
+@pytest.mark.parametrize("change", [spoiled, nonsense, oversized, duplicated])
 def test_one_fault_while_training_is_got_over_without_help(
     mode: str, direction: str, change: Change, fresh: Make, calm: Make
 ) -> None:

@@ -36,20 +36,23 @@ def adapt_through(weather: Weather, mode: str, fresh: Make, calm: Make) -> tuple
     return deployment, proxy
 
 
+@pytest.mark.slow
 def test_a_slow_link_only_takes_longer(fresh: Make, calm: Make) -> None:
     _, proxy = adapt_through(Weather(bytes_per_s=8_000, delay_s=0.02), PERMUTED, fresh, calm)
     assert proxy.connections == len(DEVICES)
 
 
-def test_an_upload_that_is_cut_again_and_again_arrives_once(fresh: Make, calm: Make) -> None:
+@pytest.mark.parametrize("mode", [GRADIENT, pytest.param(PERMUTED, marks=pytest.mark.slow)])
+def test_an_upload_that_is_cut_again_and_again_arrives_once(mode: str, fresh: Make, calm: Make) -> None:
     # Handshakes take 3 kB, an upload 11 kB: the cuts fall into the handshake, into the upload, and close to its end.
-    cuts = (Cut(1_500), Cut(6_000, reset=False), Cut(11_000), Cut(3_000, reset=False), Cut(13_500), Cut(14_200))
+    cuts = (Cut(1_500), Cut(6_000, reset=False), Cut(11_000), Cut(13_500, reset=False))
     weather = Weather(cut=lambda number: cuts[number - 1] if number <= len(cuts) else None)
-    _, proxy = adapt_through(weather, PERMUTED, fresh, calm)
-    assert proxy.cuts >= 4
+    _, proxy = adapt_through(weather, mode, fresh, calm)
+    assert proxy.cuts >= 3
 
 
-@pytest.mark.parametrize("mode", [GRADIENT, pytest.param(CLIENT_HEAD, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [GRADIENT, CLIENT_HEAD])
 def test_a_link_that_flaps_while_the_site_trains(mode: str, fresh: Make, calm: Make) -> None:
     weather = Weather(delay_s=0.03, cut=flapping(7, 0.15, 0.6, 8))  # so that training outlasts some connections
     deployment, proxy = adapt_through(weather, mode, fresh, calm)

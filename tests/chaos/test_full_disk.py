@@ -100,26 +100,28 @@ def equip_first(deployment: Deployment, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "blocks", [(0, 7), pytest.param((1, 2, 3, 4, 5, 6, 8, 9, 10), marks=pytest.mark.slow)], ids=["some", "all"]
+    ("mode", "blocks"),  # free ones: none for the spool; some for part of what an upload writes, up to all of it
+    [(GRADIENT, (0, 1)), pytest.param(PERMUTED, tuple(range(11)), marks=pytest.mark.slow)],
+    ids=["some", "all"],
 )
 def test_a_full_disk_of_a_device_that_uploads(
-    blocks: tuple[int, ...], fresh: Make, calm: Make, disks: ExitStack, limited: Limit
+    mode: str, blocks: tuple[int, ...], fresh: Make, calm: Make, disks: ExitStack, limited: Limit
 ) -> None:
-    deployment = fresh(PERMUTED)
+    deployment = fresh(mode)
     limited(deployment, device=NO_RESERVE)
     disk = disks.enter_context(small_disk(deployment.root / "state" / FIRST, 16 << 20))
-    equip_first(deployment, PERMUTED)
-    with deployment.server(*options(PERMUTED)) as server:
+    equip_first(deployment, mode)
+    with deployment.server(*options(mode)) as server:
         codes = []
         for free_blocks in blocks:
             disk.fill(free_blocks)
-            code, said = run_first(deployment, PERMUTED)
+            code, said = run_first(deployment, mode)
             codes.append(code)
             assert code == 0 or (code == DEVICE_ERROR and "cure: make room" in said), said
             disk.empty()
         assert DEVICE_ERROR in codes
-        finish(deployment, start_devices(deployment, PERMUTED), server)
-    check_unharmed(deployment, calm(PERMUTED))
+        finish(deployment, start_devices(deployment, mode), server)
+    check_unharmed(deployment, calm(mode))
 
 
 @pytest.mark.slow
@@ -140,6 +142,7 @@ def test_a_disk_of_a_device_that_fills_up_while_its_head_trains(fresh: Make, cal
     check_unharmed(deployment, calm(CLIENT_HEAD))
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_a_server_that_stores_uploads(fresh: Make, calm: Make, disks: ExitStack) -> None:
     deployment = fresh(PERMUTED)
     disk = disks.enter_context(small_disk(deployment.root / "runs", 32 << 20))

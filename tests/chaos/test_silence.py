@@ -62,6 +62,7 @@ def test_wi_03_a_half_open_link_is_noticed_within_a_minute_by_the_limits_that_us
     check_unharmed(deployment, calm(GRADIENT))
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing_is_given_up_and_tried_again(fresh: Make, calm: Make, limited: Limit) -> None:
     deployment = fresh(PERMUTED)
     limited(deployment, SHORT_SILENCE, DEVICE_SHORT_SILENCE)

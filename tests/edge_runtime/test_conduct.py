@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from contract.canonical import to_json
-from contract.errors import AuthError, DataError, DeviceError, RefusedError
+from contract.errors import AuthError, DataError, DeviceError, RefusedError, RemoteProtocolError
 from contract.keyed_noise import class_list_hash, permutation
 from contract.messages import Ask, Bye, Features, Message, Refuse, Scores, Welcome
 from contract.signature import load_public
@@ -21,7 +21,7 @@ from contract.tokens import augment, dequantize, wire_steps
 from edge_runtime import pipeline
 from edge_runtime.conduct import Conduct
 from edge_runtime.config import DeviceConfig
-from edge_runtime.delivery import Delivery, is_outdated, read_note
+from edge_runtime.delivery import Delivery, DeliveryLimits, is_outdated, is_quick, read_note
 from edge_runtime.equip import Equipment, equip
 from edge_runtime.predictions import accuracy, predict
 from edge_runtime.run import draws_of
@@ -291,6 +291,23 @@ def test_asked_again_after_a_lost_connection_the_answer_is_the_same(
     head = again.equipment.keeper.head_of("run-1")
     assert head is not None and head.step == 1  # taken in once
     again.close()
+
+
+def test_only_quick_answers_are_made_where_the_ask_came_in(tmp_path: Path, package: Package, images: Path) -> None:
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images, label_mode="logit-gradient"), package))
+    line.run(lambda: line.server.images == 12 and not line.delivery.busy)
+    ask, welcome = score_ask(line, np.zeros((12, 3), np.float32)), line.conduct.welcome
+    assert welcome is not None and is_quick(ask, DeliveryLimits())
+    assert not is_quick(ask, DeliveryLimits(quick_bytes=143))  # logits of 144 bytes
+    assert not is_quick(Ask("run-1.features", "collect_features", {"kappa": 1.0, "seed": 0}, 60.0), DeliveryLimits())
+    before = line.spool.next_seq
+    line.delivery.take(ask, welcome)
+    assert (line.spool.next_seq, line.delivery.busy) == (before + 1, False)
+    unknown = Ask("run-1.step-2", "score_batch", {"split": "train"}, 60.0,
+                  {"logits": ask.tensors["logits"], "sample_ids": np.zeros((12, 16), np.uint8)})  # fmt: skip
+    line.delivery.take(unknown, welcome)  # raised where the socket's thread looks for it, not in its reader
+    assert isinstance(line.delivery.failure, RemoteProtocolError)
+    line.close()
 
 
 def test_a_server_cannot_ask_for_scores_in_permuted_mode(tmp_path: Path, package: Package, images: Path) -> None:
