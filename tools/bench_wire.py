@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command, say
+from contract.errors import UsageError
 from tools import make_keys
 from tools.bench_wire_control import Control, Order
 
@@ -367,7 +368,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--profile", action="store_true", help="only where an exchange's time goes, in microseconds")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default %(default)s")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name in ("turns", "exchanges", "exchange_bytes", "devices", "round_bytes", "rounds"):
+        if getattr(options, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {getattr(options, name)} is too few", "give at least 1")
+    return options
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("onnx", reason="the benchmark writes a small frontend with onnx")
 
+from contract.errors import UsageError
 from tools import bench_wire
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,12 @@ def test_the_profile_names_shares_of_both_processes() -> None:
         assert profile[side]["codec: decode"] > 0
         assert profile[side]["TLS"] > 0
     assert profile["device"]["hand-off to the worker's thread"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--turns", "--exchanges", "--devices", "--round-bytes"])
+def test_sizes_below_one_are_a_usage_error(flag: str) -> None:
+    with pytest.raises(UsageError, match=f"{flag} 0 is too few"):
+        bench_wire.parse([flag, "0"])
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
