@@ -30,7 +30,18 @@ import numpy as np
 from contract import canonical
 from contract.canonical import INT_MAX, CanonicalError, from_json, shown, to_json
 from contract.errors import LocalProtocolError, RemoteProtocolError
-from contract.messages import MESSAGES, PROTOCOL, PROTOCOL_MIN, TENSORS, Array, Ask, Chunk, Message, tensors_of
+from contract.messages import (
+    MESSAGES,
+    PROTOCOL,
+    PROTOCOL_MIN,
+    TENSORS,
+    Array,
+    Ask,
+    Chunk,
+    Message,
+    Update,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,13 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
     "U16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ARRAY_FIELDS: Mapping[str, frozenset[str]] = {
     Ask.TYPE: frozenset(("tensors",)),
+    Update.TYPE: frozenset(("tensors",)),
     **{kind: frozenset(rules) for kind, rules in TENSORS.items()},
 }
 _VERSIONLESS = ("hello", "refuse")
@@ -165,8 +178,9 @@ def decode(frame: bytes | memoryview, max_bytes: int = LIMITS.frame_bytes) -> En
 
 
 def _build(message_type: Any, plain: dict[str, Any], arrays: dict[str, Array]) -> Message:
-    if message_type is Ask:
-        return Ask(**plain, tensors=arrays)
+    if message_type in (Ask, Update):
+        built: Message = message_type(**plain, tensors=arrays)
+        return built
     declared = TENSORS.get(message_type.TYPE, {})
     unknown = sorted(arrays.keys() - declared.keys())
     if unknown:

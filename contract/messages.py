@@ -42,6 +42,7 @@ class FieldLimits:
     """Largest sizes of single fields."""
 
     name_characters: int = 64
+    tensor_characters: int = 128
     text_characters: int = 1000
     features: int = 32
     nonce_bytes: int = 32
@@ -56,6 +57,7 @@ class FieldLimits:
 LIMITS = FieldLimits()
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TENSOR = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _CURE = "one of the two programs has a fault: update both to one version; if it stays, report this text"
@@ -81,22 +83,34 @@ def choose_protocol(lowest: int, highest: int) -> int:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Type and shape of one array: a number is a size, a letter a size of 1 or more that its message has only once."""
+    """Types and shape of one array: a number is a size, a letter a size of 1 or more that its message has only once."""
 
-    dtype: type[np.generic]
+    dtype: type[np.generic] | tuple[type[np.generic], ...]
     shape: tuple[str | int, ...]
     optional: bool = False
 
+    @property
+    def dtypes(self) -> tuple[type[np.generic], ...]:
+        """The types that are allowed."""
+        return self.dtype if isinstance(self.dtype, tuple) else (self.dtype,)
+
 
 SAMPLE_IDS = TensorRule(np.uint8, ("B", 16))
+CUT_GRADIENT = {
+    "gradient": TensorRule((np.float32, np.float16, np.int8), ("B", "n"), optional=True),
+    "scales": TensorRule(np.float32, ("B",), optional=True),  # with int8 only
+}
 
 
 @dataclass(frozen=True)
 class AskRule:
-    """What one kind of ask carries: parameters with their exact types, tensors with their rules."""
+    """What one kind of ask carries: parameters with their exact types, tensors with their rules.
+
+    `tensors` None stands for parameters of a model: float32 arrays by the model's own names, of any shape.
+    """
 
     parameters: Mapping[str, type]
-    tensors: Mapping[str, TensorRule]
+    tensors: Mapping[str, TensorRule] | None
 
 
 # Arrays by type of message; those of an ask depend on its kind. A type that is not here has no body.
@@ -109,6 +123,10 @@ TENSORS: Mapping[str, Mapping[str, TensorRule]] = {
     },
     "scores": {"values": TensorRule(np.float32, ("B", "C"))},
     "gradient": {"gradient": TensorRule(np.float32, ("B", "C"))},
+    "activations": {
+        "values": TensorRule((np.float32, np.float16), ("B", "n")),
+        "labels": TensorRule(np.uint16, ("B",), optional=True),
+    },
     "chunk": {"data": TensorRule(np.uint8, ("n",))},
 }
 
@@ -120,12 +138,23 @@ ASK_KINDS: Mapping[str, AskRule] = {
         {"step": int, "after": int, "base": int},
         {"features": TensorRule(np.float32, ("B", "d")), "sample_ids": SAMPLE_IDS},
     ),
+    # Training of a client part, as `edge_runtime.part_keeper` explains it. The part stands at a numbered step, durably;
+    # `batch` counts the batches since. A gradient belongs to the batch before, and moves the part by the rate.
+    "load_part": AskRule({"step": int, "after": int, "base": int, "cut": int}, None),
+    "forward": AskRule(
+        {"after": int, "batch": int, "epoch": int, "place": int, "size": int, "seed": int, "rate": float}, CUT_GRADIENT
+    ),
+    "batch_loss": AskRule({"after": int, "batch": int}, {"values": TensorRule(np.float32, ("B", "C"))}),
+    "settle": AskRule({"step": int, "after": int, "base": int, "batch": int, "rate": float}, CUT_GRADIENT),
+    "upload_part": AskRule({"after": int}, {}),
+    # The device trains the whole part by itself, on the parameters that come with the ask.
+    "local_round": AskRule({"cut": int, "epoch": int, "epochs": int, "size": int, "seed": int, "rate": float}, None),
 }
 
 
 def tensors_of(message: Message) -> dict[str, Array]:
     """Arrays that travel in the body, by name; an optional array that is None does not travel."""
-    if isinstance(message, Ask):
+    if isinstance(message, Ask | Update):
         return dict(message.tensors)
     arrays = {name: getattr(message, name) for name in TENSORS.get(message.TYPE, ())}
     return {name: array for name, array in arrays.items() if array is not None}
@@ -271,7 +300,10 @@ class Ask:
             value = self.parameters[name]
             if type(value) is not kind:
                 raise _broken(f"ask.parameters.{name}", kind.__name__, f"{type(value).__name__} {value!r}")
-        _require_tensors(f"ask {self.kind}", self.tensors, rule.tensors)
+        if rule.tensors is None:
+            _require_parameters(f"ask {self.kind}", self.tensors)
+        else:
+            _require_tensors(f"ask {self.kind}", self.tensors, rule.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,6 +385,67 @@ class Checkpoints:
         _require(self, "steps", rising, "rising steps of 63 bits")
 
 
+@dataclass(frozen=True)
+class Settled:
+    """Device: my part stands where the ask puts it, durably; I train on `samples` images."""
+
+    TYPE: ClassVar[str] = "settled"
+
+    ask: str
+    samples: int
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "samples")
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """Device: the client part's output on B images, n values each, as the cut has them; `batch` of a prediction's
+    `total` images, or the batch that a forward ask names of the device's `total` training images.
+
+    Labels travel in training only: as they are in raw-label mode, under the site's permutation in permuted-label mode.
+    """
+
+    TYPE: ClassVar[str] = "activations"
+
+    ask: str
+    batch: int
+    total: int
+    split: Literal["train", "infer"]
+    values: Array
+    labels: UInt16 | None
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "batch")
+        _require_count(self, "total")
+        _require_tensors(self.TYPE, tensors_of(self), TENSORS[self.TYPE])
+        _require(self, "total", self.total >= len(self.values), f"at least the {len(self.values)} images of this batch")
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Device: parameters by the model's own names, and what training them on `count` images of `samples` cost."""
+
+    TYPE: ClassVar[str] = "update"
+
+    ask: str
+    samples: int
+    count: int
+    mean_loss: float
+    correct: int
+    tensors: dict[str, Array]
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "samples")
+        _require_count(self, "count")
+        _require(self, "mean_loss", abs(self.mean_loss) < float("inf"), "a finite loss")
+        _require(self, "correct", 0 <= self.correct <= self.count, f"0 to {self.count}")
+        _require_parameters(self.TYPE, self.tensors)
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Both: piece `index` of `total` of an encoded message of `size` bytes, named by its SHA-256 in hex."""
@@ -404,7 +497,7 @@ class Bye:
 
 Message = (
     Hello | Challenge | Proof | Welcome | Refuse
-    | Ask | Features | Scores | Gradient | Checkpoints | Chunk
+    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
 
@@ -412,7 +505,8 @@ MESSAGES: Mapping[str, type[Message]] = {
     message.TYPE: message
     for message in (
         *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
-        *(Ask, Features, Scores, Gradient, Checkpoints, Chunk),  # the work: numbered, acknowledged
+        # the work: numbered, acknowledged
+        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update, Chunk),
         *(Heartbeat, Bye),
     )
 }
@@ -472,7 +566,7 @@ def _require_tensors(where: str, tensors: Mapping[str, Array], rules: Mapping[st
     sizes: dict[str, int] = {}
     for name, array in tensors.items():
         rule = rules[name]
-        fits = array.dtype == rule.dtype and len(array.shape) == len(rule.shape)
+        fits = array.dtype in rule.dtypes and len(array.shape) == len(rule.shape)
         for size, expected in zip(array.shape, rule.shape, strict=False):
             if isinstance(expected, str):
                 fits = fits and size == sizes.setdefault(expected, size) >= 1
@@ -481,9 +575,25 @@ def _require_tensors(where: str, tensors: Mapping[str, Array], rules: Mapping[st
         if not fits:
             shape = "x".join(str(sizes.get(str(each), each)) for each in rule.shape)
             found = f"{array.dtype} {'x'.join(map(str, array.shape))}"
-            raise _broken(f"{where}: tensor {name}", f"{np.dtype(rule.dtype)} {shape}", found)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise _broken(f"{where}: tensor {name}", "finite values", "NaN or infinity")
+            kinds = " or ".join(str(np.dtype(each)) for each in rule.dtypes)
+            raise _broken(f"{where}: tensor {name}", f"{kinds} {shape}", found)
+        _require_finite(where, name, array)
+
+
+def _require_parameters(where: str, tensors: Mapping[str, Array]) -> None:
+    for name, array in tensors.items():
+        named = 0 < len(name) <= LIMITS.tensor_characters and _TENSOR.fullmatch(name) is not None
+        if not named:
+            raise _broken(f"{where}: tensors", "names of a model's tensors", repr(name))
+        if array.dtype != np.float32 or array.size == 0:
+            shape = "x".join(map(str, array.shape))
+            raise _broken(f"{where}: tensor {name}", "float32 of one value or more", f"{array.dtype} {shape}")
+        _require_finite(where, name, array)
+
+
+def _require_finite(where: str, name: str, array: Array) -> None:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise _broken(f"{where}: tensor {name}", "finite values", "NaN or infinity")
 
 
 def _broken(where: str, expected: str, found: str) -> LocalProtocolError:

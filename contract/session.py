@@ -78,10 +78,13 @@ _HANDSHAKE = (
     (Role.SERVER, State.PROVEN, "welcome", State.OPEN),
 )
 _WORK = {
-    Role.DEVICE: ("features", "gradient", "checkpoints", "chunk", "heartbeat"),
+    Role.DEVICE: (
+        *("features", "gradient", "checkpoints", "settled", "activations", "update"),
+        *("chunk", "heartbeat"),
+    ),
     Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
 }
-_NUMBERED = frozenset(("ask", "features", "scores", "gradient", "checkpoints", "chunk"))
+_NUMBERED = frozenset(kind for kinds in _WORK.values() for kind in kinds) - {"heartbeat"}
 _CARRYING_ACK = _NUMBERED | {"heartbeat", "bye"}
 _DURABLE = frozenset(("features",))  # others are replayable: made again by id
 

@@ -1,0 +1,186 @@
+"""What a device must know to train a client part: `training.json`, a file of the package that its manifest lists.
+
+A *client part* is the first layers of a model, up to a cut; it comes as ONNX graphs that take every parameter as an
+input (forward, backward, evaluate), one set per cut, and one file with the parameters of all cuts. Running the graphs is
+left to `edge_runtime.trainer`, writing them to `exporter.training_graph`.
+
+    forward   x (B, 3, h, w) [, targets (B, C)] and tensors -> z (B, *output_shape) [, loss ()], new:<buffer>, saved:<i>
+    backward  what it needs of these and grad_z (none where the loss is in the graph) -> grad:<trainable>
+    evaluate  x and tensors -> z, on the running statistics
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from contract.canonical import CanonicalError, decode, encode, from_json, to_json
+from contract.errors import ManifestError
+from contract.manifest import LIMITS, Manifest
+
+FORMAT: Literal["cutlayer-training/1"] = "cutlayer-training/1"
+TRAINING_NAME = "training.json"
+PARAMETERS_NAME = "parameters.safetensors"
+
+Precision = Literal["float32", "float16", "int8"]
+Holds = Literal["frontend", "parts", "whole"]
+
+# What a package must hold for each strategy: an INT8 frontend; trainable client parts, one for each cut; or the whole
+# model, which the owner then releases to devices.
+HOLDS: Mapping[str, Holds] = {
+    "split_adaptation": "frontend",
+    "linear_probe": "frontend",
+    "sequential_split": "parts",
+    "parallel_split": "parts",
+    "split_fed": "parts",
+    "centralised": "parts",
+    "fed_avg": "whole",
+}
+_CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"
+
+
+@dataclass(frozen=True)
+class TrainingCut:
+    """One client part: the first `index` of the model's `depth` layers, the last of them named `layer`.
+
+    `trainable`, `frozen` and `buffers` are names in the parameter file; `saved` counts the activations that forward
+    hands to backward; `macs` of one image's forward pass.
+    """
+
+    index: int
+    depth: int
+    layer: str
+    forward: str
+    backward: str
+    evaluate: str
+    output_shape: tuple[int, ...]
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+    saved: int
+    macs: int
+    loss: Literal["none", "cross-entropy"]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All names, the trainable ones first."""
+        return (*self.trainable, *self.frozen, *self.buffers)
+
+    @property
+    def output_size(self) -> int:
+        """Values of one image at the cut."""
+        return math.prod(self.output_shape)
+
+
+@dataclass(frozen=True)
+class OptimiserRule:
+    """How a step moves the parameters, on the device and on the server alike; the learning rate comes with each step.
+
+    sgd uses momentum and weight_decay (added to the gradient), adamw the betas, epsilon and weight_decay (decoupled).
+    """
+
+    kind: Literal["sgd", "adamw"] = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-8
+
+
+@dataclass(frozen=True)
+class AugmentRule:
+    """How a training picture is varied: cropped after padding by so many pixels, mirrored, and its brightness scaled
+    by a factor from 1 - brightness to 1 + brightness."""
+
+    crop_padding: int = 0
+    flip: bool = False
+    brightness: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything signed about training on devices.
+
+    `whole_model`: the package holds all layers, which the owner has agreed to release. `gradient` and `activations`
+    say how the tensors at the cut travel.
+    """
+
+    format: Literal["cutlayer-training/1"]
+    strategy: str
+    whole_model: bool
+    class_count: int | None
+    cuts: tuple[TrainingCut, ...]
+    optimiser: OptimiserRule
+    augment: AugmentRule
+    gradient: Precision
+    activations: Literal["float32", "float16"]
+
+    def cut(self, index: int) -> TrainingCut | None:
+        """The client part of that many layers, None where the package has no such part."""
+        return next((cut for cut in self.cuts if cut.index == index), None)
+
+
+def to_bytes(plan: TrainingPlan) -> bytes:
+    """Canonical bytes of training.json.
+
+    Raises: ManifestError if the plan contradicts itself.
+    """
+    _check(plan)
+    try:
+        return to_json(encode(plan))
+    except CanonicalError as error:
+        raise ManifestError(f"training.json: {error}", "correct the plan before it is published") from error
+
+
+def from_bytes(data: bytes, manifest: Manifest) -> TrainingPlan:
+    """The plan in bytes whose digest the verified manifest lists, held against that manifest.
+
+    Raises: ManifestError if the bytes break a rule, or name a file that the package does not have.
+    """
+    try:
+        plan = decode(TrainingPlan, from_json(data, LIMITS.size_bytes))
+    except CanonicalError as error:
+        raise ManifestError(f"training.json: {error}", _CURE) from error
+    if to_bytes(plan) != data:
+        raise _broken("text", "canonical JSON (sorted keys, no spaces)", "the same values in another form")
+    listed = {file.name for file in manifest.files}
+    for cut in plan.cuts:
+        for name in (cut.forward, cut.backward, cut.evaluate, PARAMETERS_NAME):
+            if name not in listed:
+                raise _broken(f"cut {cut.index}", f"the listed file {name}", "no such file")
+    return plan
+
+
+def _check(plan: TrainingPlan) -> None:
+    _require(len(plan.cuts) > 0, "cuts", "one or more", "none")
+    _require(len({cut.index for cut in plan.cuts}) == len(plan.cuts), "cuts", "each index once", "one twice")
+    for cut in plan.cuts:
+        where = f"cut {cut.index}"
+        _require(1 <= cut.index <= cut.depth, where, f"1 to depth ({cut.depth})", cut.index)
+        _require(len(set(cut.tensors)) == len(cut.tensors), where, "every tensor once", "one twice")
+        _require(len(cut.trainable) > 0, f"{where}.trainable", "one tensor or more", "none")
+        _require(min(cut.output_shape, default=0) >= 1, f"{where}.output_shape", "sizes of 1 or more", cut.output_shape)
+        _require(cut.saved >= 0 and cut.macs >= 0, where, "counts of 0 or more", (cut.saved, cut.macs))
+        needs_classes = cut.loss == "cross-entropy"
+        fits = not needs_classes or cut.output_shape == (plan.class_count,)
+        _require(fits, f"{where}.output_shape", "the class count, as the loss is in the graph", cut.output_shape)
+        whole = plan.whole_model or cut.index < cut.depth
+        _require(whole, where, f"less than the whole model ({cut.depth}), which is not released", cut.index)
+    rule, augment = plan.optimiser, plan.augment
+    _require(0 <= rule.momentum < 1, "optimiser.momentum", "0 to less than 1", rule.momentum)
+    _require(0 <= rule.weight_decay < math.inf, "optimiser.weight_decay", "0 or more", rule.weight_decay)
+    _require(0 <= rule.beta_1 < 1 and 0 <= rule.beta_2 < 1, "optimiser.beta", "0 to less than 1", rule)
+    _require(0 < rule.epsilon < 1, "optimiser.epsilon", "more than 0, less than 1", rule.epsilon)
+    _require(augment.crop_padding >= 0, "augment.crop_padding", "0 or more", augment.crop_padding)
+    _require(0 <= augment.brightness < 1, "augment.brightness", "0 to less than 1", augment.brightness)
+
+
+def _require(holds: bool, where: str, expected: str, found: object) -> None:
+    if not holds:
+        raise _broken(where, expected, str(found)[:100])
+
+
+def _broken(where: str, expected: str, found: str) -> ManifestError:
+    return ManifestError(f"training.json: {where}: expected {expected}, found {found}", _CURE)
