@@ -8,6 +8,7 @@ Rules that `from_bytes` and `to_bytes` both keep, so that a published manifest i
 * The bytes are the canonical JSON of the value, byte for byte: one manifest, one digest.
 * Unknown fields, missing fields and wrong types are errors, as are NaN and keys given twice.
 * File names are plain names: no separators, no parent directories, no two that differ by case only.
+* There are no cuts only where `training.json` is listed, which then says what the package is for.
 * Every file that a cut names is listed; every byte range that a weight names lies inside that file; ranges that a
   device writes (codes, bias) overlap nothing.
 * Shapes agree with each other: input with image rule, statistics with tokens.
@@ -30,6 +31,7 @@ from contract.tokens import Statistics, TokenLayout
 FORMAT: Literal["cutlayer-package/1"] = "cutlayer-package/1"
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
+_TRAINING_NAME = "training.json"  # contract.training's, which imports this file
 
 LabelMode = Literal["raw-label", "permuted-label", "logit-gradient", "client-head"]
 
@@ -135,7 +137,10 @@ class TransformRules:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything signed about one package; `signer` is the id of the key, `created` an ISO 8601 time with its zone."""
+    """Everything signed about one package; `signer` is the id of the key, `created` an ISO 8601 time with its zone.
+
+    A package of parts that devices train has no cuts; its training.json has them (`contract.training`).
+    """
 
     format: Literal["cutlayer-package/1"]
     name: str
@@ -206,7 +211,8 @@ def check(manifest: Manifest) -> None:
     _check_figures(manifest)
     _check_image(manifest.image)
     sizes = _check_files(manifest.files)
-    _require(0 < len(manifest.cuts) <= LIMITS.cuts, "cuts", f"1 to {LIMITS.cuts}", len(manifest.cuts))
+    fewest = 0 if _TRAINING_NAME in sizes else 1
+    _require(fewest <= len(manifest.cuts) <= LIMITS.cuts, "cuts", f"{fewest} to {LIMITS.cuts}", len(manifest.cuts))
     for place, cut in enumerate(manifest.cuts):
         _check_cut(f"cuts[{place}]", cut, manifest.image, sizes)
     _require_unique("cuts.index", [cut.index for cut in manifest.cuts])

@@ -17,7 +17,7 @@ from contract.errors import ConfigError, suggest
 
 SECTION = "device"
 FILES = ("edge.toml", "cutlayer.toml")
-LABEL_MODES = ("permuted-label", "logit-gradient", "client-head")
+LABEL_MODES = ("permuted-label", "logit-gradient", "client-head", "raw-label")
 NOISE_MODES = ("keyed", "fresh")
 
 FIELDS = (

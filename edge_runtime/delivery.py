@@ -16,6 +16,7 @@ from contract.codec import prepare
 from contract.errors import DataError
 from contract.messages import Ask, Features, Heartbeat, Welcome
 from edge_runtime.conduct import Order
+from edge_runtime.part_worker import PartWorker
 from edge_runtime.spool import Spool
 from edge_runtime.threads import start_worker
 from edge_runtime.unanswered import Unanswered
@@ -109,7 +110,7 @@ class Delivery:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: Worker | PartWorker,
         spool: Spool,
         new_draw: Callable[[], str | None],
         window: Unanswered | None,
@@ -182,7 +183,7 @@ class Delivery:
             self.failure = error
 
     def _answer(self, ask: Ask, welcome: Welcome) -> None:
-        if ask.kind == "collect_features":
+        if ask.kind == "collect_features" and isinstance(self._worker, Worker):
             upload = plan_upload(ask, welcome, self._worker, self._spool, self._new_draw)
             note = read_note(self._spool)
             self._upload = (note.first_seq, self._worker.batch_size(upload)) if note else None
@@ -200,7 +201,9 @@ class Delivery:
 
     def _predict(self, welcome: Welcome) -> None:
         assert self._window is not None
-        upload = Upload(self._window.ask, "infer", welcome.kappa, welcome.frame_bytes, fresh=self._new_draw())
+        upload = Upload(
+            self._window.ask, "infer", welcome.kappa, welcome.frame_bytes, fresh=self._new_draw(), run=welcome.run
+        )
         for message in self._worker.infer(upload):
             self._wait(self._window.wait_for_room)
             self._window.put(message.batch, prepare(message))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -28,10 +29,12 @@ from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine, open_engine
+from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters import probe
 from edge_runtime.package_choice import PackageChoice, choose_package
+from edge_runtime.part_worker import PartWorker
 from edge_runtime.pipeline import Frontend
 from edge_runtime.reconnect import BUILT
 from edge_runtime.release_ledger import ReleaseLedger
@@ -54,6 +57,16 @@ class SiteRecord:
 
 
 @dataclass(frozen=True)
+class EngineFacts:
+    """What runs the package's graphs, for the report; None where it does not apply."""
+
+    name: str
+    threads: int
+    int8_layers: int | None
+    linear_layers: int | None
+
+
+@dataclass(frozen=True)
 class Equipment:
     """All that `run` drives."""
 
@@ -63,31 +76,14 @@ class Equipment:
     choice: PackageChoice
     installed: Installed
     identity: Identity
-    bench: Bench
-    codes_changed: float
-    worker: Worker
-    keeper: LabelKeeper
+    terms: Terms
+    dataset: Dataset
+    wire_labels: NDArray[np.int64]  # what each class is called on the wire
+    engine: EngineFacts
+    codes_changed: float | None
+    worker: Worker | PartWorker
+    head_of: Callable[[str], Head | None]  # the device's own head of a run
     stages: Stages
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that runs the frontend."""
-        return self.bench.frontend.engine
-
-    @property
-    def terms(self) -> Terms:
-        """What this device agrees to."""
-        return self.bench.terms
-
-    @property
-    def dataset(self) -> Dataset:
-        """The device's images."""
-        return self.bench.dataset
-
-    @property
-    def wire_labels(self) -> NDArray[np.int64]:
-        """What each class is called on the wire."""
-        return self.bench.wire_labels
 
     @property
     def clock_floor(self) -> datetime:
@@ -139,26 +135,47 @@ def equip_state(
     check_stop(stop)
     dataset = find_images(config, purpose, state, installed, secret, stop, say)
     classes_hash = class_list_hash(site_secret, dataset.classes)
-    terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash)
-    engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
-    check_stop(stop)
-    bench = Bench(
-        Frontend(engine, installed.manifest.image, installed.cut.tokens),
-        installed.cut,
-        dataset,
-        terms,
-        secret,
-        installed.digest,
-        number_classes(terms, site_secret, installed.digest),
-        config.max_releases,
-        state.features,
-    )
-    labels = {sample.sample_id: sample.label for sample in dataset.samples}
-    keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
+    plan = installed.training
+    terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
+    wire_labels = number_classes(terms, site_secret, installed.digest)
     stages = Stages(probe().meter, time.monotonic)
     around = Surroundings(open_bar, lambda: check_stop(stop))
-    worker = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around)
-    return Equipment(config, purpose, state, choice, installed, identity, bench, codes_changed, worker, keeper, stages)
+    codes_changed: float | None = None
+    worker: Worker | PartWorker
+    if plan is not None and not installed.manifest.cuts:
+        facts = EngineFacts(f"onnxruntime {onnxruntime_version()}", threads, None, None)
+        from edge_runtime.equip_parts import equip_parts  # it loads onnxruntime, as `open_engine` does for others
+
+        worker, head_of = equip_parts(
+            installed, plan, terms, dataset, wire_labels, secret, threads, state, stages, around, say
+        )
+    else:
+        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
+        check_stop(stop)
+        facts = engine_facts(engine, installed)
+        bench = Bench(
+            Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms, secret,
+            installed.digest, wire_labels, config.max_releases, state.features,
+        )  # fmt: skip
+        labels = {sample.sample_id: sample.label for sample in dataset.samples}
+        keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
+        worker, head_of = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around), keeper.head_of
+    return Equipment(
+        config, purpose, state, choice, installed, identity, terms, dataset, wire_labels, facts, codes_changed, worker,
+        head_of, stages,
+    )  # fmt: skip
+
+
+def engine_facts(engine: Engine, installed: Installed) -> EngineFacts:
+    """What the engine that was opened is and does."""
+    linear = sum(len(each.shape) == 2 for each in installed.cut.weights)
+    linear += len(installed.manifest.quantization.float_weights)
+    return EngineFacts(f"{engine.name} {engine.version}", engine.threads, engine.int8_layers, linear)
+
+
+def onnxruntime_version() -> str:
+    """The installed onnxruntime; opening a trainer would tell too, but comes later."""
+    return version("onnxruntime")
 
 
 def open_bar(total: int, description: str, unit: str) -> Progress[None]:

@@ -41,7 +41,7 @@ class Frontend:
 
         Raises: DataError when a file changed since it was named; EngineError when tokens do not fit float16.
         """
-        pictures = np.stack([self._picture(sample) for sample in samples])  # (B, h, w, 3)
+        pictures = np.stack([read_picture(sample, self.image) for sample in samples])  # (B, h, w, 3)
         with np.errstate(over="ignore"):
             tokens = self.engine.run(normalise(pictures, self.image)).astype(np.float16)
         if tokens.shape[1:] != (self.layout.count, self.layout.dim):
@@ -65,14 +65,16 @@ class Frontend:
             on_images(len(parts[-1]))
         return np.concatenate(parts)
 
-    def _picture(self, sample: Sample) -> NDArray[np.uint8]:
-        pixels = load_image(sample.path, sample.relative, self.image.max_pixels)
-        if pixel_digest(pixels) != sample.pixel_digest:
-            raise DataError(
-                f"{sample.relative} changed while it was in use",
-                "leave the folder alone while edge-run reads it, then start again",
-            )
-        return resize(pixels, self.image)
+
+def read_picture(sample: Sample, image: ImageRule) -> NDArray[np.uint8]:
+    """A sample's picture (h, w, 3) at the model's size. Raises: DataError when the file changed since it was named."""
+    pixels = load_image(sample.path, sample.relative, image.max_pixels)
+    if pixel_digest(pixels) != sample.pixel_digest:
+        raise DataError(
+            f"{sample.relative} changed while it was in use",
+            "leave the folder alone while edge-run reads it, then start again",
+        )
+    return resize(pixels, image)
 
 
 def extract(frontend: Frontend, samples: Sequence[Sample], path: Path, on_images: Callable[[int], object]) -> None:

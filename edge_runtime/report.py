@@ -35,7 +35,7 @@ class Report:
     messages_sent_again: int  # of the spool, over all reconnections of this process
     sent_again_most: int  # after one reconnection: never more than the credit window
     round_trips: int  # asks of the server that this device answered in whole
-    codes_changed: float
+    codes_changed: float | None  # None: the package has parts to be trained, and no noise acts on them
     saturated: float | None
     stages_s: dict[str, float]
     stages_energy_j: dict[str, float | None]
@@ -45,7 +45,7 @@ class Report:
     engine_fallback: str | None
     threads: int
     int8_layers: int | None
-    linear_layers: int
+    linear_layers: int | None
     golden_snr_db: float | None  # None: equal to the last bit
     label_mode: str
     kappa: float | None
@@ -103,17 +103,22 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     if report.accuracy is not None:
         yield "accuracy", f"{report.accuracy:.1%}"
     yield "package", f"{report.package} version {report.package_version} ({report.package_digest[:12]})"
-    int8 = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"
-    yield "engine", f"{report.engine}, {report.threads} threads, {int8}"
+    trains = report.linear_layers is None
+    kernels = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"
+    yield "engine", f"{report.engine}, {report.threads} threads, {'float32 training' if trains else kernels}"
     if report.engine_fallback:
         yield "", report.engine_fallback
-    changed = f"{report.codes_changed:.1%} of weight codes changed"
     yield "labels", report.label_mode
-    yield "noise", f"{report.noise}, kappa {shown(report.kappa)}, alpha {report.alpha} ({changed})"
+    if report.codes_changed is None:
+        yield "noise", "none: this package trains without feature or weight noise"
+    else:
+        changed = f"{report.codes_changed:.1%} of weight codes changed"
+        yield "noise", f"{report.noise}, kappa {shown(report.kappa)}, alpha {report.alpha} ({changed})"
     per_image = "" if report.bytes_per_image is None else f", {report.bytes_per_image:.0f} bytes per image"
     yield (
         "upload",
-        f"{report.bytes_sent_payload} bytes of features{per_image}, {report.bytes_on_wire} bytes on the wire",
+        f"{report.bytes_sent_payload} bytes of {'activations' if trains else 'features'}{per_image}, "
+        f"{report.bytes_on_wire} bytes on the wire",
     )
     yield (
         "traffic",

@@ -29,6 +29,7 @@ from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
 from edge_runtime.threads import in_worker
 from edge_runtime.unanswered import Unanswered
+from edge_runtime.worker import Worker
 
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
@@ -104,7 +105,8 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
     welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
-    if welcome is not None and is_outdated(welcome, equipment.worker, spool):
+    worker = equipment.worker
+    if welcome is not None and isinstance(worker, Worker) and is_outdated(welcome, worker, spool):
         raise RefusedError(
             f"run {welcome.run} has another upload under this device's name: the images or settings here are not the "
             "same, or this state has no record of it",
@@ -170,7 +172,7 @@ def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> 
     head = None
     if equipment.terms.label_mode == "client-head":
         run = conduct.welcome.run if conduct.welcome else ""
-        head = equipment.keeper.head_of(run)
+        head = equipment.head_of(run)
         if head is None:
             raise ConfigError(
                 f"this device has no head of run {run}", "predict with the --state that took part in the adaptation"
@@ -206,12 +208,11 @@ def make_report(equipment: Equipment, conduct: Conduct, client: Client, delivery
         stages_energy_j={name: cost.energy_j for name, cost in costs.items()},
         energy_j=energy_j,
         energy_reason=reason,
-        engine=f"{equipment.engine.name} {equipment.engine.version}",
+        engine=equipment.engine.name,
         engine_fallback=equipment.choice.fallback_reason,
         threads=equipment.engine.threads,
         int8_layers=equipment.engine.int8_layers,
-        linear_layers=sum(len(each.shape) == 2 for each in equipment.installed.cut.weights)
-        + len(manifest.quantization.float_weights),
+        linear_layers=equipment.engine.linear_layers,
         golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,
         kappa=welcome.kappa if welcome else None,

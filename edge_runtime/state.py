@@ -63,6 +63,11 @@ class State:
         return self.root / "checkpoints" / "head.safetensors"
 
     @property
+    def parts(self) -> Path:
+        """Checkpoints of a client part that is trained here."""
+        return self.root / "parts"
+
+    @property
     def site(self) -> Path:
         """What inference needs to know of the adaptation: class list and label mode."""
         return self.root / "checkpoints" / "site.json"
@@ -77,7 +82,7 @@ def open_state(root: Path) -> State:
     Raises: DeviceError when the directory cannot be used, or another edge-run holds it.
     """
     try:
-        for folder in ("identity", "packages", "engines", "spool", "features", "checkpoints"):
+        for folder in ("identity", "packages", "engines", "spool", "features", "checkpoints", "parts"):
             (root / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from contract.errors import RefusedError
 from contract.manifest import Manifest
 from contract.messages import Ask, Welcome
+from contract.training import TrainingPlan
 from edge_runtime.config import DeviceConfig
 
 # What a server may ask for in each mode. In permuted-label mode a score_batch would give the labels away.
@@ -19,6 +20,15 @@ ASKS_OF_MODE = {
     "logit-gradient": frozenset({"collect_features", "score_batch"}),
     "client-head": frozenset({"collect_features", "head_step"}),
 }
+# The same where the package has parts to be trained; a local round needs a part that holds its own loss.
+_PART_ASKS = frozenset({"load_part", "forward", "settle", "upload_part"})
+PART_ASKS_OF_MODE = {
+    "raw-label": _PART_ASKS,
+    "permuted-label": _PART_ASKS,
+    "logit-gradient": _PART_ASKS | {"batch_loss"},
+    "client-head": _PART_ASKS | {"batch_loss"},
+}
+WHOLE_MODEL_ASKS = frozenset({"load_part", "local_round"})
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,16 @@ class Terms:
     kappa_floor: float
     kappa_max: float
     alpha: float
+    asks: frozenset[str]  # what a server may ask for
 
 
 def device_terms(
-    config: DeviceConfig, manifest: Manifest, package_digest: bytes, class_count: int, class_list_hash: bytes
+    config: DeviceConfig,
+    manifest: Manifest,
+    package_digest: bytes,
+    class_count: int,
+    class_list_hash: bytes,
+    training: TrainingPlan | None = None,
 ) -> Terms:
     """The device's own settings, or the signed manifest's where it has none.
 
@@ -59,9 +75,23 @@ def device_terms(
         )
     package_alpha = rules.alpha if rules.weight_noise else 0.0
     alpha = package_alpha if config.alpha is None else config.alpha
+    if training is None:
+        asks = ASKS_OF_MODE[config.label_mode]
+    elif training.whole_model:
+        asks = WHOLE_MODEL_ASKS
+    else:
+        asks = PART_ASKS_OF_MODE[config.label_mode]
+    if training is not None and training.class_count not in (None, class_count):
+        raise refusal(
+            "number of classes",
+            str(class_count),
+            f"{training.class_count} (the package's own head)",
+            "export the package for this number of classes, or give --classes the list it was made for",
+        )
     return Terms(
-        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max, alpha
-    )
+        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max,
+        alpha, asks,
+    )  # fmt: skip
 
 
 def check_welcome(welcome: Welcome, terms: Terms) -> None:
@@ -115,11 +145,10 @@ def check_kappa(kappa: float, terms: Terms) -> None:
 
 def check_ask(ask: Ask, terms: Terms) -> None:
     """Raises: RefusedError when the label mode does not allow the ask, or it wants less noise than agreed."""
-    allowed = ASKS_OF_MODE[terms.label_mode]
-    if ask.kind not in allowed:
+    if ask.kind not in terms.asks:
         raise refusal(
             f"ask {ask.ask}",
-            f"{', '.join(sorted(allowed))} (label mode {terms.label_mode})",
+            f"{', '.join(sorted(terms.asks))} (label mode {terms.label_mode})",
             ask.kind,
             "set the label mode that the server's strategy needs, knowing what it shows",
         )

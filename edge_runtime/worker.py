@@ -64,6 +64,7 @@ class Upload:
     frame_bytes: int
     first_batch: int = 0
     fresh: str | None = None  # names a draw of its own (noise = "fresh"); None: the keyed draw, always the same
+    run: str = ""  # whose trained part predicts
 
 
 @dataclass

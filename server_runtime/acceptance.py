@@ -8,15 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contract.errors import RemoteProtocolError
-from contract.messages import Features
+from contract.messages import Activations, Features
 from contract.tokens import TokenLayout
+
+
+LABELLED = ("raw-label", "permuted-label")  # modes in which training data come with class numbers
+
+
+_CURE = "install the package of this server's backend on the device and update its software"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What features of a run look like."""
+    """What features or activations of a run look like; a package without a frontend has no token layout."""
 
-    layout: TokenLayout
+    layout: TokenLayout | None
     label_mode: str
     samples: int = 1 << 20  # most samples of one answer
 
@@ -34,6 +40,8 @@ def check_features(features: Features, expected: Expected, class_count: int, pur
         RemoteProtocolError: naming the field.
     """
     layout, split = expected.layout, features.split
+    if layout is None:
+        raise RemoteProtocolError("features: expected none, as this run trains client parts", _CURE)
     own_split = "infer" if purpose == "infer" else "train"
     _require("split", split == own_split, f"{own_split}, as the session is to {purpose}", split)
     found = features.codes.shape[1:]
@@ -52,9 +60,25 @@ def check_features(features: Features, expected: Expected, class_count: int, pur
         _require("labels", highest < class_count, f"classes below {class_count}", highest)
 
 
-def _require(field: str, holds: bool, expected: str, found: object) -> None:
+def check_activations(activations: Activations, expected: Expected, class_count: int, purpose: str) -> None:
+    """Accept activations that fit the label mode and the purpose; how wide they are is known where they are used.
+
+    Raises:
+        RemoteProtocolError: naming the field.
+    """
+    split = activations.split
+    if expected.layout is not None:
+        raise RemoteProtocolError("activations: expected none, as this run collects features", _CURE)
+    own_split = "infer" if purpose == "infer" else "train"
+    _require("split", split == own_split, f"{own_split}, as the session is to {purpose}", split, "activations")
+    wanted, labels = split == "train" and expected.label_mode in LABELLED, activations.labels
+    what = "class numbers" if wanted else f"none in {expected.label_mode} mode"
+    _require("labels", (labels is not None) == wanted, what, labels is not None, "activations")
+    if labels is not None:
+        highest = int(labels.max())
+        _require("labels", highest < class_count, f"classes below {class_count}", highest, "activations")
+
+
+def _require(field: str, holds: bool, expected: str, found: object, message: str = "features") -> None:
     if not holds:
-        raise RemoteProtocolError(
-            f"features.{field}: expected {expected}, found {found}",
-            "install the package of this server's backend on the device and update its software",
-        )
+        raise RemoteProtocolError(f"{message}.{field}: expected {expected}, found {found}", _CURE)

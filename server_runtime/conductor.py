@@ -7,7 +7,9 @@ Rules:
 * a site goes on when every asked device has answered. A device that is away, or idle for longer than
   `idle_progress_s`, pauses its site with a reason; it is asked again, under the same ask id, when it comes back. Where
   the question has a quorum, the site goes on without such devices once so many others have answered;
-* a checkpoint is kept at a Record, at most every `checkpoint_s`; replies and quorums since then are in the journal;
+* a checkpoint is kept at a Record, at most every `checkpoint_s`; gradients of an upload's rows and quorums since then
+  are in the journal. A strategy that trains with the devices is told at each Progress when one is due, so that it can
+  let them settle first: what they answer between two checkpoints is too much to keep, and is made again instead;
 * a device that has lost its part of the model says which checkpoints of it are left: the site goes back to the last one
   that both sides hold, and replays from there;
 * a site whose training fails stays failed, and the others go on.
@@ -22,8 +24,8 @@ from typing import Protocol
 import numpy as np
 
 from contract.errors import TrainingError
+from contract.messages import ASK_KINDS, Activations, Bye, Checkpoints, Gradient, Message, Scores, Settled, Update
 from contract.messages import Ask as AskMessage
-from contract.messages import Bye, Checkpoints, Gradient, Message, Scores
 
 from . import pipe
 from .pipe import PipeFrame
@@ -32,6 +34,7 @@ from .store import Upload
 from .strategies import Ask, Metric, Progress, Record, Reply, Site, State
 
 COLLECTED, DONE, FAILED = "collected", "done", "failed"  # why a device is let go
+JOURNALLED = frozenset(("score_batch", "head_step"))  # answers that a restarted server does not ask for again
 
 
 class Post(Protocol):
@@ -74,6 +77,7 @@ class Conducting:
 
     run: str
     label_mode: str
+    trains_with_devices: bool = False  # a device is needed to the end, whatever the label mode
     idle_progress_s: float = 120.0
     absent_s: float = 15.0  # how long a question with a quorum waits for a device that is not connected
     checkpoint_s: float = 10.0  # a server that is killed loses no more work than this
@@ -119,15 +123,17 @@ class Conductor:
             self._note_progress(site, frame.device)
         elif frame.kind == pipe.MESSAGE:
             message = pipe.carried(frame)
-            if isinstance(message, Gradient):
-                self._take_gradient(site, frame.device, message)
+            if isinstance(message, Activations) and message.split == "infer":
+                site.requests[Request(frame.device, message.ask, message.batch)] = message
+            elif isinstance(message, Gradient | Settled | Activations | Update):
+                self._take_reply(site, frame.device, message)
             elif isinstance(message, Checkpoints):
                 self._take_checkpoints(site, frame.device, message)
 
     def _join(self, site: SiteRun, device: str, purpose: str, classes: int) -> None:
         self._present[device] = purpose
         if purpose == "infer":  # it sends again whatever it has no scores for
-            site.requests = {request: None for request in site.requests if request.device != device}
+            site.requests = {request: held for request, held in site.requests.items() if request.device != device}
         if site.conduct is None and not site.over:
             site.classes = classes
             self._begin(site)  # asks everyone who is present
@@ -138,8 +144,12 @@ class Conductor:
             self._say_bye(site, device, FAILED)
         elif purpose == "adapt" and site.over:
             self._say_bye(site, device, DONE)
-        elif purpose == "adapt" and self._rules.label_mode == "permuted-label":
+        elif purpose == "adapt" and self._needs_features_only:
             self._say_bye(site, device, COLLECTED)
+
+    @property
+    def _needs_features_only(self) -> bool:
+        return self._rules.label_mode == "permuted-label" and not self._rules.trains_with_devices
 
     def _begin(self, site: SiteRun) -> None:
         state, site.ended = site.resumed or (None, False)
@@ -163,14 +173,16 @@ class Conductor:
         upload = self._records.upload(site.name, device, pending.id)
         if upload is None or device not in pending.missing:
             return
-        if self._rules.label_mode == "permuted-label" and self._present.get(device) == "adapt":
+        if self._needs_features_only and self._present.get(device) == "adapt":
             self._say_bye(site, device, COLLECTED)  # it may be switched off: no more will be asked of it
         self._gather(site, pending, device, upload)
 
-    def _take_gradient(self, site: SiteRun, device: str, reply: Gradient) -> None:
+    def _take_reply(self, site: SiteRun, device: str, reply: Gradient | Settled | Activations | Update) -> None:
+        """Whatever answers another question than the one that is open came too late and is dropped."""
         pending = site.pending
         if pending and reply.ask == pending.id and device in pending.missing:
-            self._records.journal(site.name, device, reply)
+            if isinstance(reply, Gradient) and pending.ask.kind in JOURNALLED:
+                self._records.journal(site.name, device, reply)
             self._gather(site, pending, device, reply)
 
     def _take_checkpoints(self, site: SiteRun, device: str, held: Checkpoints) -> None:
@@ -178,7 +190,12 @@ class Conductor:
         pending = site.pending
         if pending is None or held.ask != pending.id or device not in pending.missing:
             return
-        if site.positions.get(device, 0) in held.steps:  # it could: going back would not help, nor ever end
+        if "after" not in ASK_KINDS[pending.ask.kind].parameters:  # nothing that could be lost is asked for
+            return
+        # What it did since it settled is in its memory only. But where it settled it could go on from: going back would
+        # not help, nor ever end.
+        begins = not pending.ask.parameters.get("batch")
+        if begins and site.positions.get(device, 0) in held.steps:
             cause = f"{device} refuses the step after {site.positions.get(device, 0)}, which it holds"
             self._fail(site, TrainingError(cause, "update the device's software"))
             return
@@ -190,8 +207,8 @@ class Conductor:
         self._post.send(
             PipeFrame(
                 pipe.WARNING,
-                text=f"site {site.name}: {device} has lost its newest head: training goes back to the last step that "
-                f"both sides hold ({positions_of(state).get(device, 0)}) and replays from there",
+                text=f"site {site.name}: {device} has lost its newest part of the model: training goes back to the last "
+                f"step that both sides hold ({positions_of(state).get(device, 0)}) and replays from there",
             )
         )
         site.conduct = site.strategy.run(_facts(site))
@@ -245,8 +262,7 @@ class Conductor:
                 self._advance(site)
             if site.requests and site.over:
                 request = next(iter(site.requests))
-                del site.requests[request]
-                self._answer(site, request)
+                self._answer(site, request, site.requests.pop(request))
             self._tell(site)
 
     def _advance(self, site: SiteRun) -> None:
@@ -269,15 +285,15 @@ class Conductor:
             for device in expected:
                 self._ask(site, pending, device)
             return
+        due = self._clock() - site.kept_s >= self._rules.checkpoint_s
         if isinstance(step, Record):
-            site.last_record = dict(step.values)
-            due = self._clock() - site.kept_s >= self._rules.checkpoint_s
+            site.last_record = dict(step.values) or site.last_record
             self._records.keep(site.name, step.values, site.checkpoint() if due else None, ended=False)
             if due:
                 site.kept_s, site.base = self._clock(), dict(site.positions)
+            site.ready = {}
         else:
-            site.status = step.text
-        site.ready = {}
+            site.status, site.ready = step.text, due
 
     def _ask(self, site: SiteRun, pending: Pending, device: str) -> None:
         """Ask one device, unless its answer is here already: in the store or in the journal."""
@@ -289,18 +305,28 @@ class Conductor:
             message = AskMessage(
                 ask=pending.id,
                 kind=pending.ask.kind,
-                parameters={**pending.ask.parameters, **_numbers(site, pending.ask, device)},
+                parameters={
+                    **pending.ask.parameters,
+                    **pending.ask.own.get(device, {}),
+                    **_numbers(site, pending.ask, device),
+                },
                 idle_progress_s=self._rules.idle_progress_s,
                 tensors=dict(pending.ask.tensors[device]),
             )
             self._send(site, device, message)
 
-    def _answer(self, site: SiteRun, request: Request) -> None:
+    def _answer(self, site: SiteRun, request: Request, activations: Activations | None) -> None:
         # Who is away gets nothing: it sends the batch again when it is back.
-        codes = self._records.codes(site.name, request) if request.device in self._present and site.ended else None
-        if codes is not None:
+        if request.device not in self._present or not site.ended:
+            return
+        if activations is not None:
+            values = site.strategy.predict_part(request.device, activations.values)
+        else:
+            codes = self._records.codes(site.name, request)
+            if codes is None:
+                return
             values = site.strategy.predict(codes)
-            self._send(site, request.device, Scores(ask=request.ask, batch=request.batch, values=values))
+        self._send(site, request.device, Scores(ask=request.ask, batch=request.batch, values=values))
 
     def _end(self, site: SiteRun) -> None:
         site.ended, site.status = True, "trained"
@@ -356,7 +382,8 @@ def _facts(site: SiteRun) -> Site:
 
 
 def _numbers(site: SiteRun, ask: Ask, device: str) -> dict[str, int]:
-    """To which step a question takes the device, from which, and to which both sides could go back."""
-    if ask.step is None:
-        return {}
-    return {"step": ask.step, "after": site.positions.get(device, 0), "base": site.base.get(device, 0)}
+    """To which step a question takes the device, from which, and to which both sides could go back: those of the three
+    that this kind of question has."""
+    numbers = {"step": ask.step, "after": site.positions.get(device, 0), "base": site.base.get(device, 0)}
+    known = ASK_KINDS[ask.kind].parameters
+    return {name: number for name, number in numbers.items() if name in known and number is not None}

@@ -15,14 +15,28 @@ from typing import Any, Protocol, TypeVar
 from contract import codec
 from contract.codec import Payload
 from contract.errors import ProtocolError, RefusedError, RemoteProtocolError
-from contract.messages import Bye, Checkpoints, Features, Gradient, Heartbeat, Hello, Proof, Refuse, Scores
+from contract.messages import (
+    Activations,
+    Bye,
+    Checkpoints,
+    Features,
+    Gradient,
+    Heartbeat,
+    Hello,
+    Proof,
+    Refuse,
+    Scores,
+    Settled,
+    Update,
+)
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
 
-from .acceptance import Expected, check_features, is_stale
+from .acceptance import Expected, check_activations, check_features, is_stale
 from .admission import Admission, Joined
 from .store import Store
 
 T = TypeVar("T")
+REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update)  # a device makes them again by ask id
 _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 
@@ -188,7 +202,9 @@ class Connection:
                 await self._hub.join(self)
         elif isinstance(message, Features):
             await self._keep(received, message)
-        elif isinstance(message, Gradient | Checkpoints):
+        elif isinstance(message, REPLAYABLE):
+            if isinstance(message, Activations):
+                check_activations(message, self._expected, self._known.class_count, self._known.purpose)
             await self._hub.forward(self, received)  # at once; what comes twice after a crash is counted once there
             self._applied = received.seq
             self._note_soon()

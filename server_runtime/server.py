@@ -25,13 +25,13 @@ from websockets.exceptions import ConnectionClosed
 
 from contract import codec
 from contract.errors import ConfigError, CutlayerError, TrainingError
-from contract.messages import Checkpoints, Features, Gradient, Heartbeat
+from contract.messages import Activations, Features, Heartbeat
 from contract.session import Received
 
 from . import pipe
 from .acceptance import Expected
 from .admission import Admission, Terms
-from .connection import Connection
+from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
 from .listening import bind_address, tls_context
 from .pipe import PipeFrame
@@ -248,7 +248,9 @@ class Server:
                     return  # replaced while it waited for the disk: the newer session sends it again
                 self._requests.add((name, message.ask, message.batch))
             await self._tell_stored(site, name, message.ask, message.batch, message.split, complete)
-        elif isinstance(message, Gradient | Checkpoints):
+        elif isinstance(message, REPLAYABLE):
+            if isinstance(message, Activations) and message.split == "infer":
+                self._requests.add((name, message.ask, message.batch))
             await self._child.send(pipe.relay(site, name, received.frame))
         elif isinstance(message, Heartbeat):
             await self._child.send(PipeFrame(pipe.PROGRESS, site, name))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from contract.errors import TrainingError
-from contract.messages import Gradient
+from contract.messages import Activations, Gradient
 
 from .strategies import Ask, Conduct, Metric, Reply, Site, State, Strategy
 
@@ -18,7 +18,7 @@ _AT = "at/"  # prefix of a checkpoint's values that hold device positions
 
 @dataclass(frozen=True)
 class Request:
-    """One stored batch that waits for scores."""
+    """One batch that waits for scores."""
 
     device: str
     ask: str
@@ -65,14 +65,15 @@ class SiteRun:
     base: dict[str, int] = field(default_factory=dict)  # the same at the newest checkpoint
     conduct: Conduct | None = None
     pending: Pending | None = None
-    ready: dict[str, Reply] | None = None  # replies to hand in with the next advance
+    ready: dict[str, Reply] | bool | None = None  # what to hand in with the next advance: replies, or "settle now"
     ended: bool = False
     failure: TrainingError | None = None
     last_record: dict[str, Metric] = field(default_factory=dict)
     kept_s: float = float("-inf")  # when the last checkpoint was kept
     status: str = "waiting for devices"
     told: str = ""  # the status that was sent last
-    requests: dict[Request, None] = field(default_factory=dict)  # an ordered set
+    # In order of coming; the activations, where the batch did not go to the store.
+    requests: dict[Request, Activations | None] = field(default_factory=dict)
 
     def checkpoint(self) -> State:
         """All that is needed to go on from here, devices' positions included."""

@@ -30,7 +30,7 @@ from edge_runtime.engines import open_engine
 from edge_runtime.pipeline import samples_per_batch
 from edge_runtime.reconnect import Backoff
 from edge_runtime.spool import Spool
-from edge_runtime.terms import Terms
+from edge_runtime.terms import ASKS_OF_MODE, Terms
 from edge_runtime.worker import Counters, Upload
 from tools.bench_wire_trace import DEVICE, Trace
 
@@ -95,7 +95,7 @@ async def converse(options: argparse.Namespace) -> None:
     folder = options.keys / "devices" / options.name
     key = load_private(folder / "device.key")
     identity = Identity(options.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
-    terms = Terms("0" * 64, 2, "0" * 64, "logit-gradient", 1.0, 1.0, 0.0)
+    terms = Terms("0" * 64, 2, "0" * 64, "logit-gradient", 1.0, 1.0, 0.0, ASKS_OF_MODE["logit-gradient"])
     spool = Spool(options.state / "spool", say)
     conduct = Conduct(identity, terms, "adapt", spool)
     answers = Answers(options.upload_bytes)

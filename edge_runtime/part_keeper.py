@@ -1,0 +1,330 @@
+"""The device's part of the model in split training, and what it answers to the server's asks about it.
+
+The part stands at a numbered *settled* step, which is on the disk: weights, optimiser, and in client-head mode the
+head. From there batches go one at a time:
+
+    forward  batch 0         the part's output on a batch of this device's own images
+    forward  batch 1, ...    first moves the part by the gradient of the batch before, then as above
+    settle                   moves the part by the last gradient, and is durable under the next number
+
+Between two settled steps nothing is written: a device that is killed says at which steps its disk holds the part, and
+the server goes back with all devices to one of them. It keeps its newest step and those of the server's last two
+checkpoints (wire.md, resume rule).
+
+In a local round the device trains the whole part by itself. Running graphs is left to `trainer`, what a batch consists
+of to `training_set`, whether the label mode allows an ask to `terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.cut_gradient import WireGradient, read_gradient
+from contract.errors import RemoteProtocolError, TrainingError
+from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, Settled, Update
+from contract.training import TrainingCut, TrainingPlan
+from edge_runtime.part_head import PartHead
+from edge_runtime.part_store import PartCheckpoint, PartStore
+from edge_runtime.training_set import Batch, TrainingSet
+
+if TYPE_CHECKING:  # it loads onnxruntime, which a device that is idle or predicts from afar can do without
+    from edge_runtime.trainer import Trainer
+
+Floats: TypeAlias = NDArray[np.float32]
+START_ANEW = "start a new run on the server"
+LABELLED = ("raw-label", "permuted-label")
+
+
+@dataclass(frozen=True)
+class PartRules:
+    """What the part is trained by: the signed plan, and what the device agreed to."""
+
+    plan: TrainingPlan
+    label_mode: str
+    wire_labels: NDArray[np.int64]  # (C,): entry c is what class c is called on the wire
+
+
+@dataclass
+class _Place:
+    """Where the part stands: `batch` forwards after the settled `step` of `run`, the last of them waiting if any."""
+
+    run: str
+    step: int
+    cut: int
+    batch: int = 0
+    waiting: Batch | None = None  # it went forward, and its gradient has not come
+
+
+@dataclass
+class _Sums:
+    """Loss and hits since the part was loaded."""
+
+    loss: float = 0.0
+    correct: int = 0
+    count: int = 0
+
+    def add(self, mean_loss: float, correct: int, count: int) -> None:
+        self.loss += mean_loss * count
+        self.correct += correct
+        self.count += count
+
+
+class PartKeeper:
+    """Answers the asks of split training; the same ask gets the same answer."""
+
+    def __init__(
+        self,
+        rules: PartRules,
+        images: TrainingSet,
+        open_trainer: Callable[[TrainingCut], Trainer],
+        head: PartHead | None,
+        store: PartStore,
+        tick: Callable[[int], None],
+    ) -> None:
+        """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop."""
+        self._rules, self._images, self._open_trainer = rules, images, open_trainer
+        self._head, self._store, self._tick = head, store, tick
+        self._trainers: dict[int, Trainer] = {}
+        self._place: _Place | None = None
+        self._answered: tuple[tuple[object, ...], Message] | None = None
+        self._sums = _Sums()
+
+    @property
+    def sends_float16(self) -> bool:
+        """How activations travel."""
+        return self._rules.plan.activations == "float16"
+
+    def answer(self, ask: Ask, run: str) -> Message:
+        """The answer to an ask that `terms.check_ask` let pass.
+
+        Raises: RemoteProtocolError for what does not fit the part; TrainingError for a step that must not be taken;
+        DataError, DeviceError.
+        """
+        key = (run, ask.ask, *sorted(ask.parameters.items()))
+        if self._answered is None or self._answered[0] != key:
+            self._answered = None  # if it fails, the state is between two answers
+            self._answered = (key, self._follow(ask, run))
+        return self._answered[1]
+
+    def _follow(self, ask: Ask, run: str) -> Message:
+        if ask.kind == "load_part":
+            return self._load(ask, run)
+        if ask.kind == "local_round":
+            return self._train_round(ask, run)
+        place = self._reach(run, int(ask.parameters["after"]), int(ask.parameters.get("batch", 0)), ask.kind)
+        if place is None:
+            return Checkpoints(ask.ask, self._store.steps(run))
+        if ask.kind == "forward":
+            return self._forward(ask, place)
+        if ask.kind == "batch_loss":
+            return self._batch_loss(ask, place)
+        if ask.kind == "settle":
+            return self._settle(ask, place)
+        return self._upload(ask, place)
+
+    # -- where the part stands
+
+    def _reach(self, run: str, after: int, batch: int, kind: str) -> _Place | None:
+        """Stand where the ask begins, from memory or from the disk; None when that is in neither."""
+        place = self._place
+        here = place is not None and (place.run, place.step) == (run, after)
+        if place is not None and here and self._fits(place, batch, kind):
+            return place
+        if kind == "batch_loss" or batch > 0:
+            return None  # it depends on batches that only memory held
+        if after == 0:
+            return None  # nothing was ever loaded
+        return self._restore(run, after)
+
+    @staticmethod
+    def _fits(place: _Place, batch: int, kind: str) -> bool:
+        if kind == "batch_loss":  # the loss of the very batch that waits
+            return place.waiting is not None and place.batch == batch + 1
+        if kind == "upload_part":
+            return place.batch == 0
+        return place.batch == batch and (batch == 0 or place.waiting is not None)
+
+    def _restore(self, run: str, step: int) -> _Place | None:
+        known = self._store.read(run, step)
+        if known is None:
+            return None
+        self._trainer(known.cut).load_state(known.part)
+        if self._head is not None:
+            self._head.load_state(known.head)
+        self._place, self._sums = _Place(run, step, known.cut), _Sums(*known.sums)
+        return self._place
+
+    def _trainer(self, cut: int) -> Trainer:
+        """The trainer of one cut; the graphs of another are let go."""
+        if cut not in self._trainers:
+            known = self._rules.plan.cut(cut)
+            if known is None:
+                held = ", ".join(str(each.index) for each in self._rules.plan.cuts)
+                raise RemoteProtocolError(f"the ask is about cut {cut}, the package has {held}", START_ANEW)
+            self._trainers = {cut: self._open_trainer(known)}
+        return self._trainers[cut]
+
+    def _load_into(self, cut: int, ask: Ask) -> Trainer:
+        """A trainer at the parameters that the ask carries, or at the package's own where it carries none."""
+        if not ask.tensors:
+            self._trainers = {}
+        trainer = self._trainer(cut)
+        if ask.tensors:
+            trainer.load_parameters(ask.tensors)
+        return trainer
+
+    # -- the asks
+
+    def _load(self, ask: Ask, run: str) -> Message:
+        after, cut = int(ask.parameters["after"]), int(ask.parameters["cut"])
+        # The weights come with the ask. What else the device holds, its head, must be that of the step before.
+        if self._head is not None and after and self._reach(run, after, 0, "load_part") is None:
+            return Checkpoints(ask.ask, self._store.steps(run))
+        if self._head is not None and not after:
+            self._head.begin(run)
+        self._load_into(cut, ask)
+        self._sums = _Sums()
+        self._place = _Place(run, int(ask.parameters["step"]), cut)
+        self._keep(ask, self._place)
+        return Settled(ask.ask, len(self._images))
+
+    def _forward(self, ask: Ask, place: _Place) -> Message:
+        trainer = self._trainer(place.cut)
+        if place.batch > 0:
+            self._step(ask, place)
+        numbers = ask.parameters
+        batch = self._images.batch(
+            int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
+        )
+        z = trainer.forward(batch.images).z
+        self._tick(len(z))
+        place.batch, place.waiting = place.batch + 1, batch
+        values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)
+        labels = None
+        if self._rules.label_mode in LABELLED:
+            labels = self._rules.wire_labels[batch.labels].astype(np.uint16)
+        return Activations(ask.ask, place.batch - 1, len(self._images), "train", values, labels)
+
+    def _batch_loss(self, ask: Ask, place: _Place) -> Gradient:
+        """The loss of the server's logits (B, C), or of the own head on its features (B, f), and d loss / d these."""
+        assert place.waiting is not None
+        values, labels = ask.tensors["values"], place.waiting.labels
+        if len(values) != len(labels):
+            raise RemoteProtocolError(f"ask {ask.ask}: expected {len(labels)} rows, found {len(values)}", START_ANEW)
+        if self._head is not None:
+            loss = self._head.loss(values, labels)
+        else:
+            loss = self._images.loss_of_logits(values, labels, ask.ask)
+        self._sums.add(loss.mean_loss, loss.correct, loss.count)
+        return Gradient(ask.ask, loss.mean_loss, loss.correct, loss.count, loss.gradient)
+
+    def _step(self, ask: Ask, place: _Place) -> None:
+        """Move the part by the gradient of the batch that waits, and the head by its own."""
+        assert place.waiting is not None
+        trainer, rate = self._trainer(place.cut), float(ask.parameters["rate"])
+        gradient = gradient_of(ask, len(place.waiting.labels), trainer.cut.output_size)
+        if not 0.0 <= rate < float("inf"):
+            raise RemoteProtocolError(f"ask {ask.ask}: expected a learning rate of 0 or more, found {rate}", START_ANEW)
+        trainer.backward(gradient.reshape(-1, *trainer.cut.output_shape))
+        trainer.step(rate)
+        if self._head is not None:
+            self._head.step(rate)
+        place.waiting = None
+
+    def _settle(self, ask: Ask, place: _Place) -> Settled:
+        if place.batch > 0:
+            self._step(ask, place)
+        self._place = _Place(place.run, int(ask.parameters["step"]), place.cut)
+        self._keep(ask, self._place)
+        return Settled(ask.ask, len(self._images))
+
+    def _keep(self, ask: Ask, place: _Place) -> None:
+        sums = (self._sums.loss, self._sums.correct, self._sums.count)
+        part = self._trainer(place.cut).state()
+        head = {} if self._head is None else self._head.state()
+        after, base = int(ask.parameters["after"]), int(ask.parameters["base"])
+        self._store.keep(PartCheckpoint(place.run, place.step, place.cut, sums, part, head), after, base)
+
+    def _upload(self, ask: Ask, place: _Place) -> Update:
+        return self._update(ask, self._trainer(place.cut), self._sums)
+
+    def _update(self, ask: Ask, trainer: Trainer, sums: _Sums) -> Update:
+        mean = sums.loss / sums.count if sums.count else 0.0
+        # Copies: the message may wait in the spool while the part moves on.
+        tensors = {name: value.copy() for name, value in trainer.parameters().items()}
+        return Update(ask.ask, len(self._images), sums.count, mean, sums.correct, tensors)
+
+    # -- a round of its own
+
+    def _train_round(self, ask: Ask, run: str) -> Update:
+        """Epochs `epoch` to `epoch + epochs - 1` on the ask's parameters, with a fresh optimiser; an interrupted round
+        goes on at the epoch that it was in."""
+        numbers = ask.parameters
+        first, epochs, size, seed = (int(numbers[name]) for name in ("epoch", "epochs", "size", "seed"))
+        rate, cut = float(numbers["rate"]), int(numbers["cut"])
+        trainer = self._trainer(cut)
+        if trainer.cut.loss == "none":
+            raise RemoteProtocolError(f"ask {ask.ask}: cut {cut} has no loss of its own to train by", START_ANEW)
+        self._place = None  # the trainer is used for the round
+        trainer = self._load_into(cut, ask)
+        done, sums = 0, _Sums()
+        resumed = self._store.read_round(run, ask.ask)
+        if resumed is not None:
+            trainer.load_state(resumed.part)
+            done, sums = resumed.step, _Sums(*resumed.sums)
+        for epoch in range(first + done, first + epochs):
+            sums = _Sums()
+            for place in range(self._images.batch_count(size)):
+                batch = self._images.batch(seed, epoch, place, size)
+                out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels))
+                if out.loss is None:
+                    raise TrainingError("the graph gave no loss", "export the package again")
+                trainer.backward(None)
+                trainer.step(rate)
+                correct = int(np.count_nonzero(out.z.argmax(axis=1) == batch.labels))
+                sums.add(out.loss, correct, len(batch.labels))
+                self._tick(len(batch.labels))
+            kept = PartCheckpoint(
+                run, epoch - first + 1, cut, (sums.loss, sums.correct, sums.count), trainer.state(), {}
+            )
+            self._store.keep_round(ask.ask, kept)
+        return self._update(ask, trainer, sums)
+
+    # -- prediction
+
+    def predictor(self, run: str) -> Trainer | None:
+        """The part as it stood last in this run, to be evaluated; None when the device has none of it."""
+        steps = self._store.steps(run)
+        place = self._restore(run, steps[-1]) if steps[-1] else None
+        return None if place is None else self._trainer(place.cut)
+
+
+def gradient_of(ask: Ask, rows: int, size: int) -> Floats:
+    """The gradient (rows, size) that an ask carries. Raises: RemoteProtocolError when it is missing or another's."""
+    values = ask.tensors.get("gradient")
+    if values is None:
+        raise RemoteProtocolError(f"ask {ask.ask}: expected the gradient of the batch before, found none", START_ANEW)
+    scales = ask.tensors.get("scales")
+    if (scales is not None) != (values.dtype == np.int8):
+        raise RemoteProtocolError(f"ask {ask.ask}: scales belong to an int8 gradient, and to it only", START_ANEW)
+    if values.shape != (rows, size):
+        found = "x".join(map(str, values.shape))
+        raise RemoteProtocolError(f"ask {ask.ask}: expected a gradient of {rows}x{size}, found {found}", START_ANEW)
+    return read_gradient(WireGradient(values, scales))
+
+
+def to_wire(values: Floats, kind: type[np.generic]) -> NDArray[Any]:
+    """Activations as they travel. Raises: TrainingError where they are not finite, or too large for float16."""
+    with np.errstate(over="ignore"):
+        sent = values.astype(kind, copy=False)
+    if not np.isfinite(sent).all():
+        raise TrainingError(
+            f"the activations at the cut are not finite in {np.dtype(kind)}",
+            "lower the learning rate; with float16 activations export with --activations float32",
+        )
+    return sent

@@ -1,0 +1,84 @@
+"""A device's own labelled images as training batches: which images, in which order, varied how, as the part takes them.
+
+Everything is keyed by (seed, epoch, sample id): a batch that is asked for again is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contract.augment import augment
+from contract.epoch_order import batch_edges, epoch_order
+from contract.errors import RemoteProtocolError
+from contract.images import ImageRule, normalise
+from contract.training import AugmentRule
+from edge_runtime.data import Sample
+from edge_runtime.head import BatchLoss, Floats, Labels, softmax_gradient
+from edge_runtime.picture_cache import PictureCache
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images (B, 3, h, w) float32 as the model takes them, and their class numbers (B,)."""
+
+    images: Floats
+    labels: Labels
+
+
+class TrainingSet:
+    """The labelled samples of one device."""
+
+    def __init__(
+        self, samples: Sequence[Sample], class_count: int, image: ImageRule, rule: AugmentRule, cache: PictureCache
+    ) -> None:
+        self._samples = [sample for sample in samples if sample.label is not None]
+        self._class_count, self._image, self._rule, self._cache = class_count, image, rule, cache
+        self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch_count(self, size: int) -> int:
+        """Batches of an epoch."""
+        return len(batch_edges(len(self._samples), size))
+
+    def batch(self, seed: int, epoch: int, place: int, size: int) -> Batch:
+        """Batch number `place` of an epoch.
+
+        Raises: RemoteProtocolError when the epoch has no such batch; DataError when a file changed.
+        """
+        edges = batch_edges(len(self._samples), size)
+        if not 0 <= place < len(edges):
+            raise RemoteProtocolError(
+                f"expected a batch from 0 to {len(edges) - 1} of {len(self._samples)} images, found {place}",
+                "start a new run on the server",
+            )
+        if self._order[0] != (seed, epoch):
+            ids = [sample.sample_id for sample in self._samples]
+            self._order = ((seed, epoch), epoch_order(ids, seed, epoch))
+        first, last = edges[place]
+        chosen = [self._samples[index] for index in self._order[1][first:last]]
+        pictures = self._cache.pictures(chosen)  # (B, h, w, 3)
+        ids = [sample.sample_id for sample in chosen]
+        varied = augment(pictures, self._rule, self._image.mean, seed, epoch, ids)
+        labels = np.array([sample.label for sample in chosen], np.int64)
+        return Batch(normalise(varied, self._image), labels)
+
+    def one_hot(self, labels: Labels) -> Floats:
+        """(B,) -> (B, C)"""
+        rows = np.zeros((len(labels), self._class_count), np.float32)
+        rows[np.arange(len(labels)), labels] = 1.0
+        return rows
+
+    def loss_of_logits(self, logits: NDArray[np.float32], labels: Labels, ask: str) -> BatchLoss:
+        """Loss of the server's logits (B, C). Raises: RemoteProtocolError for another number of classes."""
+        if logits.shape[1] != self._class_count:
+            raise RemoteProtocolError(
+                f"ask {ask}: expected logits of {self._class_count} classes, found {logits.shape[1]}",
+                "start a new run on the server",
+            )
+        return softmax_gradient(logits, labels)
