@@ -50,6 +50,7 @@ class Limits:
 
     frame_bytes: int = 1 << 20
     header_bytes: int = 64 << 10
+    tensors_bytes: int = 256 << 10  # of the description of a message's arrays: a model has up to 2000
     object_bytes: int = 256 << 20  # of a message that travels in chunks
 
 
@@ -128,6 +129,7 @@ def prepare(message: Message) -> Payload:
     tensors = tensors_of(message)
     _require_at_most(message.TYPE, LIMITS.object_bytes, sum(array.nbytes for array in tensors.values()))
     body = _write_body(tensors)
+    _require_at_most(f"{message.TYPE}: description of its tensors", LIMITS.tensors_bytes, len(body[0]) if body else 0)
     header_bytes = len(header) + _NUMBERS_BYTES + _ALIGNMENT
     size_bytes = 4 + header_bytes + sum(memoryview(part).nbytes for part in body)
     _require_at_most(f"{message.TYPE}: header", LIMITS.header_bytes, header_bytes)
@@ -248,7 +250,7 @@ def _write_body(tensors: Mapping[str, Array]) -> tuple[bytes | memoryview, ...]:
     if not tensors:
         return ()
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    arrays = [np.ascontiguousarray(tensors[name]) for name in names]
+    arrays = [np.asarray(tensors[name], order="C") for name in names]  # one without axes stays so
     described = tuple((name, array.dtype, array.shape) for name, array in zip(names, arrays, strict=True))
     return _describe(described), *(array.data for array in arrays)
 
@@ -274,8 +276,8 @@ def _read_body(frame: bytes | memoryview, start: int) -> dict[str, Array]:
     if start == len(frame):
         return {}
     start, size = _counted(frame, start, "<Q", "body header")
-    if size > min(LIMITS.header_bytes, len(frame) - start):
-        raise _refused("body header length", f"at most {min(LIMITS.header_bytes, len(frame) - start)}", str(size))
+    if size > min(LIMITS.tensors_bytes, len(frame) - start):
+        raise _refused("body header length", f"at most {min(LIMITS.tensors_bytes, len(frame) - start)}", str(size))
     arrays: dict[str, Array] = {}
     entries = _read_entries(bytes(frame[start : start + size]))
     start = reached = start + size
@@ -293,7 +295,7 @@ def _read_entries(header: bytes) -> tuple[_Entry, ...]:
 
     Raises: RemoteProtocolError, CanonicalError.
     """
-    described = from_json(header, LIMITS.header_bytes)
+    described = from_json(header, LIMITS.tensors_bytes)
     if not isinstance(described, dict) or not described:
         raise _refused("body header", "an object that describes tensors", shown(described))
     entries = [_read_entry(name, entry) for name, entry in described.items()]

@@ -20,10 +20,10 @@ def epoch_order(sample_ids: Sequence[bytes], seed: int, epoch: int) -> list[int]
 
 
 def batch_edges(count: int, size: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) place of each batch of an epoch of `count` samples: `size` at a time, then what is left.
+    """First and last (exclusive) place of each batch of an epoch of `count` samples: `size` at a time, then the rest.
 
-    A last batch of one goes with the batch before it: no statistics can be taken of one sample (SE-03). Only a device
-    that has a single sample has a batch of one.
+    A last batch of one goes with the batch before it: no statistics can be taken of one sample (SE-03). With a size of
+    two or more, only a device that has a single sample has a batch of one.
     """
     starts = list(range(0, count, size))
     if len(starts) > 1 and count - starts[-1] == 1:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from contract.canonical import INT_MAX
+from contract.canonical import INT_MAX, shown
 from contract.errors import LocalProtocolError, ProtocolError, suggest
 from contract.manifest import LabelMode
 
@@ -300,6 +300,8 @@ class Ask:
             value = self.parameters[name]
             if type(value) is not kind:
                 raise _broken(f"ask.parameters.{name}", kind.__name__, f"{type(value).__name__} {value!r}")
+            if isinstance(value, int) and not 0 <= value <= INT_MAX:
+                raise _broken(f"ask.parameters.{name}", "0 or more, 63 bits", shown(value))
         if rule.tensors is None:
             _require_parameters(f"ask {self.kind}", self.tensors)
         else:

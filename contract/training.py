@@ -1,8 +1,8 @@
 """What a device must know to train a client part: `training.json`, a file of the package that its manifest lists.
 
 A *client part* is the first layers of a model, up to a cut; it comes as ONNX graphs that take every parameter as an
-input (forward, backward, evaluate), one set per cut, and one file with the parameters of all cuts. Running the graphs is
-left to `edge_runtime.trainer`, writing them to `exporter.training_graph`.
+input (forward, backward, evaluate), one set per cut, and one file with the parameters of all cuts. Running the graphs
+is left to `edge_runtime.trainer`, writing them to `exporter.training_graph`.
 
     forward   x (B, 3, h, w) [, targets (B, C)] and tensors -> z (B, *output_shape) [, loss ()], new:<buffer>, saved:<i>
     backward  what it needs of these and grad_z (none where the loss is in the graph) -> grad:<trainable>
@@ -155,6 +155,7 @@ def from_bytes(data: bytes, manifest: Manifest) -> TrainingPlan:
 
 def _check(plan: TrainingPlan) -> None:
     _require(len(plan.cuts) > 0, "cuts", "one or more", "none")
+    _require(plan.class_count is None or plan.class_count >= 1, "class_count", "null, or 1 or more", plan.class_count)
     _require(len({cut.index for cut in plan.cuts}) == len(plan.cuts), "cuts", "each index once", "one twice")
     for cut in plan.cuts:
         where = f"cut {cut.index}"

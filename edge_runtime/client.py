@@ -35,7 +35,7 @@ from contract.errors import (
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
-from edge_runtime.reconnect import Backoff, explain
+from edge_runtime.reconnect import Backoff, Failure, explain
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
 CLOSED_AS_REPLACED = 4000  # the server's close code for an older session of a device
@@ -48,7 +48,8 @@ class ClientLimits:
     open_s: float = 20.0
     tick_s: float = 0.5
     goodbye_s: float = 3.0
-    replaced: int = 3  # so often may a newer session under this name take over
+    replaced: int = 3  # so often in a row may a newer session under this name take over
+    lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
 
 
@@ -114,19 +115,19 @@ class Client:
                 failure = error
             except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
                 failure = error
-                self._note_replaced(error)
+            lasted_s, progressed = time.monotonic() - started_s, self._conduct.take_progress()
             if self._conduct.outcome is not None:
                 return final(self._conduct.outcome)
             if stop.is_set():
                 return Outcome("stopped", True)
-            await self._wait(failure, time.monotonic() - started_s, stop, once)
+            self._note_replaced(failure, lasted_s, progressed)
+            told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
+            if once:
+                raise UnreachableError(told.cause, told.cure) from failure
+            retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
+            await self._wait(told, self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), stop)
 
-    async def _wait(self, failure: Exception, lasted_s: float, stop: asyncio.Event, once: bool) -> None:
-        told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
-        if once:
-            raise UnreachableError(told.cause, told.cure) from failure
-        retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
-        wait_s = self._backoff.next_wait_s(lasted_s, self._conduct.progressed, retry_after_s)
+    async def _wait(self, told: Failure, wait_s: float, stop: asyncio.Event) -> None:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
@@ -137,24 +138,28 @@ class Client:
             return error.retry_after_s is not None
         if self._delivery.failure is not None:  # what was asked cannot be done, however often it is asked
             return False
-        if self._conduct.acknowledged > self._broken_at:
+        if self._conduct.acknowledged != self._broken_at:  # less in a new session, which counts from its own beginning
             self._broken = 0
         self._broken, self._broken_at = self._broken + 1, self._conduct.acknowledged
         return self._broken < self._limits.broken
 
-    def _note_replaced(self, error: Exception) -> None:
+    def _note_replaced(self, failure: Exception, lasted_s: float, progressed: bool) -> None:
         """Raises: RefusedError when another program keeps joining under this device's name.
 
-        Once proves nothing: a join of our own that was long under way may arrive after the one that followed it.
+        Once proves nothing: a join of our own that was long under way may arrive after the one that followed it. Nor
+        does progress just before: two programs that replace each other get on a little in between.
         """
-        if isinstance(error, ConnectionClosed) and error.rcvd is not None and error.rcvd.code == CLOSED_AS_REPLACED:
-            self._replaced += 1
+        closed = failure.rcvd if isinstance(failure, ConnectionClosed) else None
+        replaced = closed is not None and closed.code == CLOSED_AS_REPLACED
+        if lasted_s >= self._limits.lasting_s or (progressed and not replaced):
+            self._replaced = 0
+        self._replaced += replaced
         if self._replaced >= self._limits.replaced:
             raise RefusedError(
                 f"another program joins under this device's name: its sessions replaced ours {self._replaced} times",
                 "stop one of the two, and give each machine a name and a key of its own (edge-run --name)",
                 "replaced",
-            ) from error
+            ) from failure
 
     async def _unless_stopped(self, connection: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
         """Await a connection's whole life; when stopped, one that stands takes leave by itself, another is dropped."""

@@ -72,7 +72,6 @@ class Conduct:
         self.server_status = ""
         self.welcome: Welcome | None = None
         self.sent_again, self.sent_again_most = 0, 0  # messages of the spool: in all, and after one reconnection
-        self.progressed = False  # whether this connection brought an acknowledgement, an ask or scores
         self._identity, self._terms, self._purpose = identity, terms, purpose
         self._spool, self._window = spool, window
         self._session = Session(Role.DEVICE, SessionLimits())
@@ -81,6 +80,7 @@ class Conduct:
         self._sent = 0
         self._connections = 0
         self._working_on: str | None = None
+        self._progressed = False
 
     @property
     def is_open(self) -> bool:
@@ -92,6 +92,11 @@ class Conduct:
         """The last number of ours that the server has stored."""
         return self._spool.acknowledged
 
+    def take_progress(self) -> bool:
+        """Whether an acknowledgement, an ask or scores have come since this was asked last."""
+        progressed, self._progressed = self._progressed, False
+        return progressed
+
     # In.
 
     def connect(self, channel_binding: bytes) -> None:
@@ -102,7 +107,6 @@ class Conduct:
         # Frames kept in memory only were numbered beyond what a fresh process knows: only later connections can check.
         given_out = self._spool.next_seq if self._connections else INT_MAX
         self._connections += 1
-        self.progressed = False
         self._session = Session(Role.DEVICE, SessionLimits(), next_seq=given_out)
         self._session.send(
             Hello(
@@ -128,10 +132,10 @@ class Conduct:
         orders: list[Order] = []
         for event in self._session.receive(frame, now_s):
             if isinstance(event, Acknowledged):
-                self.progressed = self.progressed or event.seq > self._spool.acknowledged
+                self._progressed = self._progressed or event.seq > self._spool.acknowledged
                 self._spool.acknowledge(event.seq)
                 continue
-            self.progressed = self.progressed or isinstance(event.message, Ask | Scores)
+            self._progressed = self._progressed or isinstance(event.message, Ask | Scores)
             order = self._take(event.message)
             orders += [order] if order else []
             if event.seq:

@@ -86,6 +86,12 @@ class Equipment:
     stages: Stages
 
     @property
+    def predicts_alone(self) -> bool:
+        """Whether the whole model is here, so that a prediction needs no server."""
+        training = self.installed.training
+        return self.purpose == "infer" and training is not None and training.whole_model
+
+    @property
     def clock_floor(self) -> datetime:
         """A time that has passed for certain: this build, and the signing of the package."""
         created = datetime.strptime(self.installed.manifest.created[:19], "%Y-%m-%dT%H:%M:%S")

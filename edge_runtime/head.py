@@ -70,12 +70,13 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
-    """A head, its run, the server's step at which it stands, the ask that brought it there, and what was answered:
-    asked again, it says the same."""
+    """A head, its run, the server's step at which it stands and the one before, the ask that brought it there, and what
+    was answered: asked again, it says the same."""
 
     head: Head
     run: str
     step: int
+    after: int
     ask: str
     answer: BatchLoss
 
@@ -113,7 +114,7 @@ def checkpoint_to_bytes(checkpoint: HeadCheckpoint) -> bytes:
             "bias": head.bias,
             "first_moment": head.first_moment,
             "second_moment": head.second_moment,
-            "counts": np.array([head.step, checkpoint.step, answer.correct, answer.count], np.int64),
+            "counts": np.array([head.step, checkpoint.step, checkpoint.after, answer.correct, answer.count], np.int64),
             "mean_loss": np.array([answer.mean_loss], np.float64),
             "gradient": answer.gradient,
             "run": np.frombuffer(checkpoint.run.encode(), np.uint8),
@@ -128,7 +129,7 @@ def checkpoint_from_bytes(data: bytes) -> HeadCheckpoint:
         tensors = load(data)
         weight, bias = tensors["weight"], tensors["bias"]
         first, second = tensors["first_moment"], tensors["second_moment"]
-        adam_step, step, correct, count = (int(number) for number in tensors["counts"])
+        adam_step, step, after, correct, count = (int(number) for number in tensors["counts"])
         answer = BatchLoss(float(tensors["mean_loss"][0]), correct, count, tensors["gradient"])
         run, ask = (tensors[name].tobytes().decode() for name in ("run", "ask"))
     except (SafetensorError, KeyError, IndexError) as error:
@@ -136,4 +137,4 @@ def checkpoint_from_bytes(data: bytes) -> HeadCheckpoint:
     moment = (weight.shape[0], weight.shape[-1] + 1)
     if weight.ndim != 2 or bias.shape != weight.shape[:1] or first.shape != moment or second.shape != moment:
         raise ValueError(f"not a head: weight {weight.shape}, bias {bias.shape}, moments {first.shape}")
-    return HeadCheckpoint(Head(weight, bias, first, second, adam_step), run, step, ask, answer)
+    return HeadCheckpoint(Head(weight, bias, first, second, adam_step), run, step, after, ask, answer)

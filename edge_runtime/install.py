@@ -1,7 +1,8 @@
 """Installing a package: verify it step by step, then swap it in; a bad part is named, an older version refused.
 
 The order is the point: sizes, signature over the exact manifest bytes, only then their meaning, rollback, the files'
-digests, an engine that opens, golden vectors, and at last one rename. The laws of each step are `contract`'s.
+digests; for a frontend an engine that opens and golden vectors, for parts to be trained what `training.json` says of
+them; and at last one rename. The laws of each step are `contract`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from contract.errors import CutlayerError, DeviceError, EngineError, PackageErro
 from contract.images import normalise
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
 from contract.signature import PublicKey, verify
+from contract.training import TRAINING_NAME, TrainingPlan
+from contract.training import from_bytes as training_from_bytes
 from edge_runtime.engines import Engine
 from edge_runtime.state import sync_folder
 
@@ -45,20 +48,30 @@ LIMITS_OF_INSTALL = InstallLimits()
 
 @dataclass(frozen=True)
 class Installed:
-    """A package that passed every check, in its place in the state directory."""
+    """A package that passed every check, in its place in the state directory.
+
+    It holds a frontend, or parts to be trained (`training`), or both.
+    """
 
     folder: Path
     manifest: Manifest
     digest: bytes
-    golden_snr_db: float | None  # None: equal to the last bit
+    golden_snr_db: float | None  # None: equal to the last bit, or no frontend that could be compared
+    training: TrainingPlan | None
 
     @property
     def cut(self) -> Cut:
-        """The frontend that this device runs: the package's first."""
+        """The frontend that this device runs: the package's first. Raises: PackageError when it has none."""
+        if not self.manifest.cuts:
+            raise PackageError(
+                f"package {self.manifest.name} holds parts to be trained and no frontend",
+                "use it with a server whose strategy trains on devices, or export one with --for split_adaptation",
+            )
         return self.manifest.cuts[0]
 
     @property
     def onnx(self) -> Path:
+        """The frontend's file. Raises: PackageError when it has none."""
         return self.folder / self.cut.onnx
 
 
@@ -71,7 +84,7 @@ def install(
 ) -> Installed:
     """Verify the package in `source` and make it the current one under `packages`.
 
-    `open_frontend` opens the frontend without noise, for the golden vectors.
+    `open_frontend` opens the frontend without noise, for the golden vectors; a package without one never calls it.
     Raises: SignatureError, ManifestError, RollbackError, PackageError, EngineError; DeviceError when the disk refuses.
     """
     signed = read_limited(source / MANIFEST_NAME, LIMITS.size_bytes)
@@ -87,12 +100,12 @@ def install(
         for leftover in packages.glob(".incoming-*"):
             shutil.rmtree(leftover)
         if is_whole(folder, manifest, say):
-            snr_db = check_golden(folder, manifest, open_frontend)
+            training, snr_db = check_contents(folder, manifest, open_frontend)
         else:
             incoming = packages / f".incoming-{package_digest.hex()}"
             try:
                 copy_package(source, incoming, manifest, signed, signature)
-                snr_db = check_golden(incoming, manifest, open_frontend)
+                training, snr_db = check_contents(incoming, manifest, open_frontend)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(incoming, folder)
             finally:
@@ -101,7 +114,7 @@ def install(
         shed_others(packages, folder.name)
     except OSError as error:
         raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
-    return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db)
+    return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db, training)
 
 
 def read_limited(path: Path, limit_bytes: int) -> bytes:
@@ -193,6 +206,19 @@ def check_file(path: Path, record: FileRecord, copy_to: Path | None) -> None:
         raise PackageError(
             f"{record.name} should have SHA-256 {record.sha256[:16]}..., found {found.hexdigest()[:16]}...", FETCH
         )
+
+
+def check_contents(
+    folder: Path, manifest: Manifest, open_frontend: Callable[[Path], Engine]
+) -> tuple[TrainingPlan | None, float]:
+    """What is to be trained, if anything, and the golden SNR of the frontend in dB, infinite without one.
+
+    Raises: ManifestError when training.json does not fit the manifest; and as `check_golden`.
+    """
+    training = None
+    if any(record.name == TRAINING_NAME for record in manifest.files):
+        training = training_from_bytes(read_limited(folder / TRAINING_NAME, LIMITS.size_bytes), manifest)
+    return training, check_golden(folder, manifest, open_frontend) if manifest.cuts else math.inf
 
 
 def check_golden(folder: Path, manifest: Manifest, open_frontend: Callable[[Path], Engine]) -> float:

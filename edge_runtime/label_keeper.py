@@ -9,7 +9,7 @@ So either side may lose its newest state: training goes on from the last step th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class LabelKeeper:
         self._labels, self._class_count, self._secret = labels, class_count, secret
         self._head_path, self._settings = head_path, settings or HeadSettings()
         self._checkpoint = read_or_set_aside(head_path, checkpoint_from_bytes, say)
-        self._bases = self._read_bases(say)  # by step, rising
+        self._bases = self._read_bases(say)  # by step
         self._scored: Gradient | None = None
 
     def head_of(self, run: str) -> Head | None:
@@ -86,9 +86,9 @@ class LabelKeeper:
         Where no head of the step before is held, the steps at which there is one are the answer: the server rewinds.
         Raises: RemoteProtocolError as `score`; DeviceError when the disk refuses.
         """
-        known = self._checkpoint
-        if known is None or (known.run, known.ask) != (run, ask.ask):
-            features, after = ask.tensors["features"], int(ask.parameters["after"])
+        known, after = self._checkpoint, int(ask.parameters["after"])
+        if known is None or (known.run, known.ask, known.after) != (run, ask.ask, after):
+            features = ask.tensors["features"]
             held = self._held(run)
             if after and after not in held:
                 return Checkpoints(ask.ask, (0, *sorted(held)))
@@ -99,11 +99,12 @@ class LabelKeeper:
                     f"ask {ask.ask}: expected features of {head.weight.shape[1]} values, found {features.shape[1]}",
                     START_ANEW,
                 )
+            self._drop_bases(step for step, each in self._bases.items() if each.run == run and step > after)
             if before is not None and after == ask.parameters["base"]:
                 self._keep_base(before)
             moved, loss = head_step(head, features, self._labels_of(ask), self._settings.learning_rate)
-            known = self._checkpoint = HeadCheckpoint(moved, run, int(ask.parameters["step"]), ask.ask, loss)
-            write_durably(self._head_path, checkpoint_to_bytes(known))
+            known = self._checkpoint = HeadCheckpoint(moved, run, int(ask.parameters["step"]), after, ask.ask, loss)
+            write_durably(self._head_path, checkpoint_to_bytes(known))  # syncs what was dropped in its folder as well
         return gradient_message(ask.ask, known.answer)
 
     def _held(self, run: str) -> dict[int, HeadCheckpoint]:
@@ -115,16 +116,16 @@ class LabelKeeper:
 
     def _keep_base(self, checkpoint: HeadCheckpoint) -> None:
         """Keep the head at a step that the server has a checkpoint of; the server keeps two, and so does this."""
-        known = self._bases.get(checkpoint.step)
-        if known is not None and known.run == checkpoint.run:
-            return
-        write_durably(self._base_path(checkpoint.step), checkpoint_to_bytes(checkpoint))
-        self._bases[checkpoint.step] = checkpoint
-        # Beyond this step are only those of a time that the server has gone back from.
-        past = sorted(
-            step for step, each in self._bases.items() if each.run == checkpoint.run and step <= checkpoint.step
-        )
-        for step in set(self._bases) - set(past[-BASES:]):
+        known, data = self._bases.get(checkpoint.step), checkpoint_to_bytes(checkpoint)
+        if known is None or checkpoint_to_bytes(known) != data:  # the same step taken again may end elsewhere, on a GPU
+            write_durably(self._base_path(checkpoint.step), data)
+            self._bases[checkpoint.step] = checkpoint
+        own = sorted(step for step, each in self._bases.items() if each.run == checkpoint.run)
+        self._drop_bases(set(self._bases) - set(own[-BASES:]))
+
+    def _drop_bases(self, steps: Iterable[int]) -> None:
+        """Forget heads that the server cannot go back to: older ones, or of a time that it has gone back from."""
+        for step in tuple(steps):
             del self._bases[step]
             self._base_path(step).unlink(missing_ok=True)
 

@@ -5,13 +5,14 @@ It learns by the same rule as the part, from the same batches; the server sees d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.errors import RemoteProtocolError
+from contract.errors import RemoteProtocolError, TrainingError
 from contract.keyed_noise import derive_key
 from contract.training import OptimiserRule
 from edge_runtime.head import BatchLoss, Floats, Head, Labels, new_head, softmax_gradient
@@ -34,11 +35,13 @@ class PartHead:
     def begin(self, run: str) -> None:
         """A new head for a new run."""
         self._run, self._tensors, self._gradient = run, {}, None
+        self._optimiser = Optimiser(self._rule, {})
 
     def loss(self, features: Floats, labels: Labels) -> BatchLoss:
         """Mean cross-entropy on features (B, f), and d loss / d features; the head's own gradient waits for `step`.
 
-        Raises: RemoteProtocolError for features of another width than before.
+        Raises: RemoteProtocolError for features of another width than before; TrainingError for a loss that is not
+        finite.
         """
         width = features.shape[1]
         if not self._tensors:
@@ -51,7 +54,10 @@ class PartHead:
             raise RemoteProtocolError(
                 f"expected features of {weight.shape[1]} values, found {width}", "start a new run on the server"
             )
-        loss = softmax_gradient(features @ weight.T + self._tensors["bias"], labels)
+        with np.errstate(over="ignore", invalid="ignore"):
+            loss = softmax_gradient(features @ weight.T + self._tensors["bias"], labels)
+        if not math.isfinite(loss.mean_loss):
+            raise TrainingError("the loss of this device's head is not finite", "lower the learning rate")
         self._gradient = {
             "weight": np.ascontiguousarray(loss.gradient.T @ features), "bias": loss.gradient.sum(axis=0),
         }  # fmt: skip

@@ -17,6 +17,7 @@ of to `training_set`, whether the label mode allows an ask to `terms`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +29,7 @@ from contract.cut_gradient import WireGradient, read_gradient
 from contract.errors import RemoteProtocolError, TrainingError
 from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, Settled, Update
 from contract.training import TrainingCut, TrainingPlan
+from edge_runtime.head import BatchLoss
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_store import PartCheckpoint, PartStore
 from edge_runtime.training_set import Batch, TrainingSet
@@ -58,11 +60,12 @@ class _Place:
     cut: int
     batch: int = 0
     waiting: Batch | None = None  # it went forward, and its gradient has not come
+    loss: BatchLoss | None = None  # of the batch that waits; it counts once the part has moved
 
 
 @dataclass
 class _Sums:
-    """Loss and hits since the part was loaded."""
+    """Loss and hits of the batches that moved the part since it was loaded."""
 
     loss: float = 0.0
     correct: int = 0
@@ -105,7 +108,7 @@ class PartKeeper:
         Raises: RemoteProtocolError for what does not fit the part; TrainingError for a step that must not be taken;
         DataError, DeviceError.
         """
-        key = (run, ask.ask, *sorted(ask.parameters.items()))
+        key = (run, ask.ask, content_of(ask))
         if self._answered is None or self._answered[0] != key:
             self._answered = None  # if it fails, the state is between two answers
             self._answered = (key, self._follow(ask, run))
@@ -166,13 +169,14 @@ class PartKeeper:
             if known is None:
                 held = ", ".join(str(each.index) for each in self._rules.plan.cuts)
                 raise RemoteProtocolError(f"the ask is about cut {cut}, the package has {held}", START_ANEW)
+            self._place = None  # the part in memory goes with its graphs
             self._trainers = {cut: self._open_trainer(known)}
         return self._trainers[cut]
 
     def _load_into(self, cut: int, ask: Ask) -> Trainer:
         """A trainer at the parameters that the ask carries, or at the package's own where it carries none."""
         if not ask.tensors:
-            self._trainers = {}
+            self._trainers, self._place = {}, None
         trainer = self._trainer(cut)
         if ask.tensors:
             trainer.load_parameters(ask.tensors)
@@ -181,15 +185,15 @@ class PartKeeper:
     # -- the asks
 
     def _load(self, ask: Ask, run: str) -> Message:
-        after, cut = int(ask.parameters["after"]), int(ask.parameters["cut"])
+        after, cut, step = int(ask.parameters["after"]), int(ask.parameters["cut"]), step_of(ask)
         # The weights come with the ask. What else the device holds, its head, must be that of the step before.
         if self._head is not None and after and self._reach(run, after, 0, "load_part") is None:
             return Checkpoints(ask.ask, self._store.steps(run))
+        self._load_into(cut, ask)
         if self._head is not None and not after:
             self._head.begin(run)
-        self._load_into(cut, ask)
         self._sums = _Sums()
-        self._place = _Place(run, int(ask.parameters["step"]), cut)
+        self._place = _Place(run, step, cut)
         self._keep(ask, self._place)
         return Settled(ask.ask, len(self._images))
 
@@ -220,26 +224,27 @@ class PartKeeper:
             loss = self._head.loss(values, labels)
         else:
             loss = self._images.loss_of_logits(values, labels, ask.ask)
-        self._sums.add(loss.mean_loss, loss.correct, loss.count)
+        place.loss = loss
         return Gradient(ask.ask, loss.mean_loss, loss.correct, loss.count, loss.gradient)
 
     def _step(self, ask: Ask, place: _Place) -> None:
         """Move the part by the gradient of the batch that waits, and the head by its own."""
         assert place.waiting is not None
-        trainer, rate = self._trainer(place.cut), float(ask.parameters["rate"])
+        trainer, rate = self._trainer(place.cut), rate_of(ask)
         gradient = gradient_of(ask, len(place.waiting.labels), trainer.cut.output_size)
-        if not 0.0 <= rate < float("inf"):
-            raise RemoteProtocolError(f"ask {ask.ask}: expected a learning rate of 0 or more, found {rate}", START_ANEW)
+        loss, place.loss, place.waiting = place.loss, None, None  # if it fails, the batch is gone
         trainer.backward(gradient.reshape(-1, *trainer.cut.output_shape))
         trainer.step(rate)
         if self._head is not None:
             self._head.step(rate)
-        place.waiting = None
+        if loss is not None:
+            self._sums.add(loss.mean_loss, loss.correct, loss.count)
 
     def _settle(self, ask: Ask, place: _Place) -> Settled:
+        step = step_of(ask)
         if place.batch > 0:
             self._step(ask, place)
-        self._place = _Place(place.run, int(ask.parameters["step"]), place.cut)
+        self._place = _Place(place.run, step, place.cut)
         self._keep(ask, self._place)
         return Settled(ask.ask, len(self._images))
 
@@ -247,8 +252,8 @@ class PartKeeper:
         sums = (self._sums.loss, self._sums.correct, self._sums.count)
         part = self._trainer(place.cut).state()
         head = {} if self._head is None else self._head.state()
-        after, base = int(ask.parameters["after"]), int(ask.parameters["base"])
-        self._store.keep(PartCheckpoint(place.run, place.step, place.cut, sums, part, head), after, base)
+        checkpoint = PartCheckpoint(place.run, place.step, place.cut, sums, part, head)
+        self._store.keep(checkpoint, int(ask.parameters["base"]))
 
     def _upload(self, ask: Ask, place: _Place) -> Update:
         return self._update(ask, self._trainer(place.cut), self._sums)
@@ -266,14 +271,16 @@ class PartKeeper:
         goes on at the epoch that it was in."""
         numbers = ask.parameters
         first, epochs, size, seed = (int(numbers[name]) for name in ("epoch", "epochs", "size", "seed"))
-        rate, cut = float(numbers["rate"]), int(numbers["cut"])
-        trainer = self._trainer(cut)
-        if trainer.cut.loss == "none":
+        rate, cut = rate_of(ask), int(numbers["cut"])
+        if epochs < 1:
+            raise RemoteProtocolError(f"ask {ask.ask}: expected one epoch or more, found {epochs}", START_ANEW)
+        known = self._rules.plan.cut(cut)
+        if known is not None and known.loss == "none":
             raise RemoteProtocolError(f"ask {ask.ask}: cut {cut} has no loss of its own to train by", START_ANEW)
-        self._place = None  # the trainer is used for the round
         trainer = self._load_into(cut, ask)
-        done, sums = 0, _Sums()
-        resumed = self._store.read_round(run, ask.ask)
+        self._place = None  # the trainer is used for the round
+        done, sums, content = 0, _Sums(), f"{ask.ask} {content_of(ask)}"
+        resumed = self._store.read_round(run, content)
         if resumed is not None:
             trainer.load_state(resumed.part)
             done, sums = resumed.step, _Sums(*resumed.sums)
@@ -292,16 +299,42 @@ class PartKeeper:
             kept = PartCheckpoint(
                 run, epoch - first + 1, cut, (sums.loss, sums.correct, sums.count), trainer.state(), {}
             )
-            self._store.keep_round(ask.ask, kept)
+            self._store.keep_round(content, kept)
         return self._update(ask, trainer, sums)
 
     # -- prediction
 
-    def predictor(self, run: str) -> Trainer | None:
-        """The part as it stood last in this run, to be evaluated; None when the device has none of it."""
+    def predictor(self, run: str | None) -> Trainer | None:
+        """The part as it stood last in this run, or in the only one that is kept; None when the device has none."""
+        run = run or self._store.newest_run()
         steps = self._store.steps(run)
         place = self._restore(run, steps[-1]) if steps[-1] else None
         return None if place is None else self._trainer(place.cut)
+
+
+def content_of(ask: Ask) -> str:
+    """A digest of what an ask holds: taken again on a GPU, it may hold other tensors under the same name."""
+    digest = hashlib.blake2b(repr(sorted(ask.parameters.items())).encode(), digest_size=16)
+    for name, array in sorted(ask.tensors.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).data)
+    return digest.hexdigest()
+
+
+def step_of(ask: Ask) -> int:
+    """The step at which the ask ends. Raises: RemoteProtocolError when it does not follow the one before."""
+    step, after = int(ask.parameters["step"]), int(ask.parameters["after"])
+    if step <= after:
+        raise RemoteProtocolError(f"ask {ask.ask}: expected a step after {after}, found {step}", START_ANEW)
+    return step
+
+
+def rate_of(ask: Ask) -> float:
+    """The learning rate of an ask. Raises: RemoteProtocolError when it is negative or not finite."""
+    rate = float(ask.parameters["rate"])
+    if not 0.0 <= rate < float("inf"):
+        raise RemoteProtocolError(f"ask {ask.ask}: expected a learning rate of 0 or more, found {rate}", START_ANEW)
+    return rate
 
 
 def gradient_of(ask: Ask, rows: int, size: int) -> Floats:

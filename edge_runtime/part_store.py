@@ -44,8 +44,8 @@ def to_bytes(checkpoint: PartCheckpoint, ask: str = "") -> bytes:
     return save(
         {
             _FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8),
-            **{_PART + name: np.ascontiguousarray(value) for name, value in checkpoint.part.items()},
-            **{_HEAD + name: np.ascontiguousarray(value) for name, value in checkpoint.head.items()},
+            **{_PART + name: np.asarray(value, order="C") for name, value in checkpoint.part.items()},
+            **{_HEAD + name: np.asarray(value, order="C") for name, value in checkpoint.head.items()},
         }
     )
 
@@ -78,11 +78,15 @@ class PartStore:
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
-        self._bases: list[int] = []  # the server's last two checkpoints, as far as this process knows
 
     def steps(self, run: str) -> tuple[int, ...]:
         """The steps of this run that are held, rising; 0, the beginning, always is."""
         return (0, *sorted(step for name, step in self._files() if name == run))
+
+    def newest_run(self) -> str:
+        """The run of the checkpoint that was written last, "" where there is none."""
+        found = [(self._path(run, step).stat().st_mtime_ns, run) for run, step in self._files()]
+        return max(found)[1] if found else ""
 
     def read(self, run: str, step: int) -> PartCheckpoint | None:
         """The part at a step, None when it is not held."""
@@ -90,17 +94,16 @@ class PartStore:
         found = read_or_set_aside(path, from_bytes, self._say) if path.exists() else None
         return found[0] if found is not None and (found[0].run, found[0].step) == (run, step) else None
 
-    def keep(self, checkpoint: PartCheckpoint, after: int, base: int) -> None:
-        """Be durable at a step that followed `after`, then drop what nobody can go back to: the server stood at `base`
-        when it asked, and whatever lies between `after` and this step is of a time that it has gone back from.
+    def keep(self, checkpoint: PartCheckpoint, base: int) -> None:
+        """Be durable at a step, then drop what nobody can go back to. The server's newest checkpoint is at `base`.
 
+        So all that is held up to `base` is of its checkpoints, and what lies between `base` and this step was either
+        passed or is of a time that the server has gone back from.
         Raises: DeviceError when the disk refuses.
         """
         write_durably(self._path(checkpoint.run, checkpoint.step), to_bytes(checkpoint))
-        if base and base not in self._bases:
-            self._bases = [step for step in self._bases if step < base][-(BASES - 1) :] + [base]
-        known = sorted(step for step in self.steps(checkpoint.run) if 0 < step <= base)
-        kept = {checkpoint.step, *self._bases, *known[-BASES:]}
+        known = [step for step in self.steps(checkpoint.run) if 0 < step <= base]
+        kept = {checkpoint.step, *known[-BASES:]}
         dropped = [self._path(run, step) for run, step in self._files() if run != checkpoint.run or step not in kept]
         for path in dropped:
             path.unlink(missing_ok=True)

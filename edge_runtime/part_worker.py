@@ -70,25 +70,38 @@ class PartWorker:
 
         Raises: ConfigError when this device has no part of that run.
         """
-        trainer = self._keeper.predictor(upload.run)
+        trainer = self._predictor(upload.run)
+        total, kind = len(self.samples), np.float16 if self._keeper.sends_float16 else np.float32
+        for number, z in enumerate(self._evaluate(trainer, self.batch_size(upload, trainer))):
+            values = to_wire(z, kind)
+            self.counters.images += len(z)
+            self.counters.payload_bytes += values.nbytes
+            yield Activations(upload.ask, number, total, "infer", values, None)
+
+    def predict_alone(self) -> dict[int, NDArray[np.float32]]:
+        """Logits (B, C) of all images by batch, from the whole model as it was received last. Raises: as `infer`."""
+        return dict(enumerate(self._evaluate(self._predictor(None), PREDICTED_AT_ONCE)))
+
+    def _predictor(self, run: str | None) -> Trainer:
+        trainer = self._keeper.predictor(run)
         if trainer is None:
             raise ConfigError(
-                f"this device has no trained part of run {upload.run}",
+                f"this device has no trained part{'' if run is None else f' of run {run}'}",
                 "predict with the --state that took part in the training",
             )
         self._stages.begin("predict")  # ended by the caller, when it has all scores
-        total, half = len(self.samples), self._keeper.sends_float16
-        size = self.batch_size(upload, trainer)
-        with self._around.open_progress(total, "activations", "images") as bar:
-            for number, start in enumerate(range(0, total, size)):
+        return trainer
+
+    def _evaluate(self, trainer: Trainer, size: int) -> Iterator[NDArray[np.float32]]:
+        """What the part gives for all images (B, n), batch by batch."""
+        total = len(self.samples)
+        with self._around.open_progress(total, "evaluating", "images") as bar:
+            for start in range(0, total, size):
                 self._around.check_stop()
                 z = trainer.evaluate(self._pictures.inputs(start, size))
-                values = to_wire(z.reshape(len(z), -1), np.float16 if half else np.float32)
                 self.counters.steps += len(z)
-                self.counters.images += len(z)
-                self.counters.payload_bytes += values.nbytes
                 bar.update(len(z))
-                yield Activations(upload.ask, number, total, "infer", values, None)
+                yield z.reshape(len(z), -1)
 
     def batch_size(self, upload: Upload, trainer: Trainer) -> int:
         """Images per message: as many as a frame holds; one that is larger goes alone, and is cut into chunks."""

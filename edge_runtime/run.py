@@ -13,15 +13,17 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError
-from edge_runtime.client import Client, Endpoint, tls_context
-from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
+from contract.messages import Welcome
+from edge_runtime.client import Client, Endpoint, Traffic, tls_context
+from edge_runtime.conduct import FINAL_REASONS, Conduct
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
+from edge_runtime.part_worker import PartWorker
 from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
 from edge_runtime.report import Report, peak_rss_mb
@@ -72,9 +74,27 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     if equipment is None:
         return None
     try:
+        if equipment.predicts_alone:
+            return await in_worker(lambda: predict_alone(equipment))
         return await converse(equipment, signals, once, say)
     finally:
         equipment.state.close()
+
+
+def predict_alone(equipment: Equipment) -> Report:
+    """Predictions by the whole model that this device holds: no server hears of them.
+
+    Raises: ConfigError when it holds none.
+    """
+    assert isinstance(equipment.worker, PartWorker)
+    try:
+        scores = equipment.worker.predict_alone()
+    except Stopped:
+        return make_report(equipment, "stopped", None, Talk(Traffic()))
+    equipment.stages.end("predict")
+    predictions = predict(scores, equipment.dataset, equipment.wire_labels, None)
+    report = make_report(equipment, "done", None, Talk(Traffic()))
+    return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
 
 
 async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None]) -> Report:
@@ -101,7 +121,8 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     for stage in ("upload", "predict"):
         stages.end(stage)
     await settle_worker(delivery)
-    report = make_report(equipment, conduct, client, delivery, outcome)
+    talk = Talk(client.traffic, conduct.sent_again, conduct.sent_again_most, delivery.round_trips)
+    report = make_report(equipment, outcome.reason, conduct.welcome, talk)
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
     welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
@@ -180,13 +201,23 @@ def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> 
     return predict(window.scores, equipment.dataset, equipment.wire_labels, head)
 
 
-def make_report(equipment: Equipment, conduct: Conduct, client: Client, delivery: Delivery, outcome: Outcome) -> Report:
+@dataclass(frozen=True)
+class Talk:
+    """What the conversation with the server cost; nothing where there was none."""
+
+    traffic: Traffic
+    sent_again: int = 0
+    sent_again_most: int = 0
+    round_trips: int = 0
+
+
+def make_report(equipment: Equipment, outcome: str, welcome: Welcome | None, talk: Talk) -> Report:
     """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
-    dataset, welcome = equipment.dataset, conduct.welcome
+    dataset = equipment.dataset
     energy_j, reason = total_energy(costs, equipment.stages.energy_reason())
     return Report(
-        outcome=outcome.reason,
+        outcome=outcome,
         run=welcome.run if welcome else None,
         images=len(dataset.samples),
         classes=len(dataset.classes),
@@ -196,12 +227,12 @@ def make_report(equipment: Equipment, conduct: Conduct, client: Client, delivery
         ignored=dataset.ignored,
         bytes_sent_payload=counters.payload_bytes,
         bytes_per_image=counters.payload_bytes / counters.images if counters.images else None,
-        bytes_on_wire=client.traffic.sent_bytes,
-        bytes_received=client.traffic.received_bytes,
-        connections=client.traffic.connections,
-        messages_sent_again=conduct.sent_again,
-        sent_again_most=conduct.sent_again_most,
-        round_trips=delivery.round_trips,
+        bytes_on_wire=talk.traffic.sent_bytes,
+        bytes_received=talk.traffic.received_bytes,
+        connections=talk.traffic.connections,
+        messages_sent_again=talk.sent_again,
+        sent_again_most=talk.sent_again_most,
+        round_trips=talk.round_trips,
         codes_changed=equipment.codes_changed,
         saturated=counters.saturated / counters.codes if counters.codes else None,
         stages_s={name: cost.seconds for name, cost in costs.items()},

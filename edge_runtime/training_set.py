@@ -20,6 +20,8 @@ from edge_runtime.data import Sample
 from edge_runtime.head import BatchLoss, Floats, Labels, softmax_gradient
 from edge_runtime.picture_cache import PictureCache
 
+START_ANEW = "start a new run on the server"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,19 +45,19 @@ class TrainingSet:
         return len(self._samples)
 
     def batch_count(self, size: int) -> int:
-        """Batches of an epoch."""
-        return len(batch_edges(len(self._samples), size))
+        """Batches of an epoch. Raises: RemoteProtocolError for a size below one."""
+        return len(self._edges(size))
 
     def batch(self, seed: int, epoch: int, place: int, size: int) -> Batch:
         """Batch number `place` of an epoch.
 
         Raises: RemoteProtocolError when the epoch has no such batch; DataError when a file changed.
         """
-        edges = batch_edges(len(self._samples), size)
+        edges = self._edges(size)
         if not 0 <= place < len(edges):
             raise RemoteProtocolError(
                 f"expected a batch from 0 to {len(edges) - 1} of {len(self._samples)} images, found {place}",
-                "start a new run on the server",
+                START_ANEW,
             )
         if self._order[0] != (seed, epoch):
             ids = [sample.sample_id for sample in self._samples]
@@ -68,6 +70,11 @@ class TrainingSet:
         labels = np.array([sample.label for sample in chosen], np.int64)
         return Batch(normalise(varied, self._image), labels)
 
+    def _edges(self, size: int) -> list[tuple[int, int]]:
+        if size < 1:
+            raise RemoteProtocolError(f"expected batches of one image or more, found {size}", START_ANEW)
+        return batch_edges(len(self._samples), size)
+
     def one_hot(self, labels: Labels) -> Floats:
         """(B,) -> (B, C)"""
         rows = np.zeros((len(labels), self._class_count), np.float32)
@@ -79,6 +86,6 @@ class TrainingSet:
         if logits.shape[1] != self._class_count:
             raise RemoteProtocolError(
                 f"ask {ask}: expected logits of {self._class_count} classes, found {logits.shape[1]}",
-                "start a new run on the server",
+                START_ANEW,
             )
         return softmax_gradient(logits, labels)

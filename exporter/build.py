@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from contract.console import say
-from contract.errors import UsageError
+from contract.errors import ExportError, UsageError
 from contract.images import ImageRule
 from contract.manifest import digest, to_bytes
 from contract.signature import PrivateKey, key_id, sign
@@ -80,6 +80,11 @@ def export(
     model = create_model(plan)
     family_name, family = family_of(model)
     facts = family.facts(model)
+    if facts.layout is None:
+        raise ExportError(
+            f"{plan.model} has no tokens to add noise to: a frozen frontend is exported for vision transformers alone",
+            "choose vit_* or deit_*, or a strategy that trains its client part",
+        )
     plan = replace(
         plan, split=_cut(plan.split, facts.depth), version=version, name=plan.name or _name(plan, facts.depth)
     )

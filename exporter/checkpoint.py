@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from contract.errors import ExportError, UsageError, suggest
 from contract.images import INTERPOLATIONS, MAX_PIXELS, ImageRule
+from exporter.architecture import create
 from exporter.plan import ExportPlan
 
 ModelArgs = Mapping[str, object]
@@ -31,11 +32,13 @@ def create_model(plan: ExportPlan) -> nn.Module:
     if not timm.is_model(architecture):
         raise UsageError(
             f"timm {timm.__version__} has no model {plan.model!r}{suggest(architecture, timm.list_models())}",
-            "choose a name from timm.list_models(), vit_* and deit_* can be split",
+            "choose a name from timm.list_models(), vit_*, deit_*, resnet* and vgg* can be split",
         )
     torch.manual_seed(plan.seed)
     try:
-        model = timm.create_model(plan.model, pretrained=plan.pretrained, **dict(plan.model_args))
+        model = create(plan.model, plan.pretrained, dict(plan.model_args))
+    except ExportError:
+        raise
     except Exception as error:  # timm, torch and the hub client raise anything here
         raise ExportError(
             f"timm could not make {plan.model} with {dict(plan.model_args)}: {_first_line(error)}",
@@ -125,7 +128,8 @@ def own_head(model: nn.Module) -> tuple[Tensor, Tensor] | None:
 
     A distilled model's two heads read two different tokens and are none.
     """
-    head = getattr(model, "head", None)
+    head = getattr(model, "head", None) or getattr(model, "fc", None)
+    head = getattr(head, "fc", head)
     if not isinstance(head, nn.Linear) or isinstance(getattr(model, "head_dist", None), nn.Linear):
         return None
     bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach()

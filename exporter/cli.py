@@ -1,6 +1,7 @@
 """export-frontend: a model and a cut in, a signed device package and the server's backend out.
 
-Flags, environment and cutlayer.toml become one ExportPlan here; the work is exporter.build's.
+Flags, environment and cutlayer.toml become one ExportPlan here; the work is exporter.build's for frontends and
+exporter.training_package's for parts that devices train.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +22,21 @@ from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
-from exporter.plan import TUNES, ExportPlan, Limits, ModelArg
+from contract.training import HOLDS
+from exporter.plan import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMISERS,
+    TUNES,
+    ExportPlan,
+    Limits,
+    ModelArg,
+    TrainingChoices,
+    holds_of,
+    optimiser_rule,
+    read_augment,
+    read_cuts,
+)
 
 FIELDS = (
     Field("model", str, REQUIRED, "timm model name, such as vit_large_patch16_224"),
@@ -42,7 +57,24 @@ FIELDS = (
     Field("seed", int, 0, "seed of everything random"),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
+    Field("for", str, "split_adaptation", "strategy that the package is for"),
+    Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
+    Field("classes", int, None, "classes of the site, where devices train the whole model"),
+    Field("optimiser", str, "sgd", "how training moves the parameters, on devices and on the server"),
+    Field("momentum", float, None, "of sgd; default: 0.9"),
+    Field("weight_decay", float, None, "default: 5e-4 with sgd, 0.01 with adamw (decoupled)"),
+    Field("augment", str, "none", "how devices vary training pictures, such as crop=4,flip,brightness=0.2"),
+    Field("gradient", str, "float32", "how the gradient at the cut travels"),
+    Field("activations", str, "float32", "how the activations at the cut travel"),
+    Field("freeze", tuple, (), "beginnings of names of parameters that are not trained, with commas between"),
+    Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
 )
+_CHOICES = {"tune": TUNES, "for": tuple(HOLDS), "optimiser": OPTIMISERS, "gradient": GRADIENTS,
+            "activations": ACTIVATIONS}  # fmt: skip
+_OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
+                "recompute")  # fmt: skip
+_RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
+_METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE"}
 _MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
 
 
@@ -59,7 +91,7 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.show_config:
         print(settings.show())
         return 0
-    plan = make_plan(settings, arguments.force)
+    plan = make_plan(settings, arguments.force, arguments.release_whole_model)
     signal.signal(signal.SIGTERM, _leave)
     report = _export(plan)
     if arguments.format == "json":
@@ -78,10 +110,11 @@ def _parser() -> argparse.ArgumentParser:
             parser.add_argument(_flag(field), action="store_true", default=None, help=field.help)
         else:
             names = ("-o", _flag(field)) if field.name == "output" else (_flag(field),)
-            choices = TUNES if field.name == "tune" else None
-            metavar = None if choices else field.type.__name__.upper()
+            choices = _CHOICES.get(field.name)
+            metavar = None if choices else _METAVARS.get(field.name, field.type.__name__.upper())
             parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=_help(field))
     parser.add_argument("--force", action="store_true", help="publish although INT8 is outside its limits; recorded")
+    parser.add_argument("--release-whole-model", action="store_true", help=_RELEASE_HELP)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: cutlayer.toml in this folder")
     parser.add_argument("--show-config", action="store_true", help="print every setting and where it came from")
@@ -120,13 +153,53 @@ def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:
     return table or None
 
 
-def make_plan(settings: Resolved, force: bool) -> ExportPlan:
+def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False) -> ExportPlan:
     """The plan of settled settings; paths become texts. Raises UsageError when they do not fit together."""
     values: dict[str, Any] = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.values.items()
     }
     values["model_args"] = tuple(sorted(values["model_args"].items()))
+    chosen = {name: values.pop(name) for name in ("for", "cuts", *_OF_TRAINING)}
+    cuts = _cuts(settings)
+    if holds_of(chosen["for"]) != "frontend":
+        values["split"] = None
+        return ExportPlan(**values, force=force, training=_training(chosen, cuts, release_whole_model))
+    idle = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if settings.origin[name] != "default"]
+    idle += ["--release-whole-model"] if release_whole_model else []
+    if idle:
+        raise UsageError(
+            f"{idle[0]} was given, but {chosen['for']} trains nothing on devices",
+            f"leave it out, or choose --for {' or '.join(name for name in HOLDS if HOLDS[name] != 'frontend')}",
+        )
+    if len(cuts) > 1:
+        raise UsageError(
+            f"--cuts names {len(cuts)} cuts, and a package for {chosen['for']} holds one frontend",
+            f"name one cut, such as --cuts {cuts[-1]}, and export once for each",
+        )
+    values["split"] = cuts[0] if cuts else None
     return ExportPlan(**values, force=force)
+
+
+def _cuts(settings: Resolved) -> tuple[int, ...]:
+    """From --cuts or --split; of both, the one on the command line. Raises UsageError when both are there."""
+    texts = {name: settings.values[name] for name in ("cuts", "split") if settings.values[name] is not None}
+    if len(texts) > 1:
+        flagged = [name for name in texts if settings.origin[name].startswith("--")]
+        if len(flagged) != 1:
+            raise UsageError("expected --split or --cuts, found both", "leave one of them out")
+        texts = {flagged[0]: texts[flagged[0]]}
+    if "cuts" in texts:
+        return read_cuts(texts["cuts"])
+    return tuple(texts.values())
+
+
+def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_model: bool) -> TrainingChoices:
+    return TrainingChoices(
+        strategy=chosen["for"], cuts=cuts, release_whole_model=release_whole_model, classes=chosen["classes"],
+        optimiser=optimiser_rule(chosen["optimiser"], chosen["momentum"], chosen["weight_decay"]),
+        augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
+        freeze=chosen["freeze"], recompute=chosen["recompute"],
+    )  # fmt: skip
 
 
 def _export(plan: ExportPlan):
@@ -137,6 +210,7 @@ def _export(plan: ExportPlan):
 
     from exporter.build import Surroundings, export
     from exporter.few_shot import FewShotSettings
+    from exporter.training_package import export_training
     from exporter.tune import TuneSettings
 
     surroundings = Surroundings(
@@ -145,6 +219,8 @@ def _export(plan: ExportPlan):
         threads=len(os.sched_getaffinity(0)),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
+    if plan.training is not None:
+        return export_training(plan, surroundings)
     return export(plan, surroundings, Limits(), TuneSettings(), FewShotSettings())
 
 
@@ -164,14 +240,33 @@ def _signer(plan: ExportPlan) -> PrivateKey:
 
 
 def _say_report(report) -> None:
-    top1 = {name: value for name, value in report.figures["top1"].items() if value is not None}
-    if top1:
-        say("top-1 on held-out public images: " + ", ".join(f"{name} {value:.1%}" for name, value in top1.items()))
-    say(f"learning rates for sites: backend {report.figures['backend_lr']:g}, head {report.figures['head_lr']:g}")
+    if "cuts" in report.figures:
+        _say_parts(report.figures)
+    else:
+        _say_tuning(report)
     say(
         f"{report.output}: {report.name} version {report.version}, {report.size_bytes / 1e6:.1f} MB, "
         f"signed by {report.signer}, digest {report.package_digest[:16]}, {report.figures['total_s']} s"
     )
+
+
+def _say_parts(figures) -> None:
+    for cut in figures["cuts"]:
+        shape = "x".join(map(str, cut["output_shape"]))
+        say(
+            f"cut {cut['index']} of {cut['depth']}, {cut['layer']}: {shape}, {cut['cut_bytes'] / 1e3:.1f} kB an image "
+            f"at the cut, parameters {cut['parameter_bytes'] / 1e6:.2f} MB, {cut['macs'] / 1e6:.1f} M MACs, "
+            f"graphs {cut['graph_bytes'] / 1e3:.0f} kB"
+        )
+    if figures["whole_model"]:
+        say("this package holds every layer of the model, as --release-whole-model allows")
+
+
+def _say_tuning(report) -> None:
+    top1 = {name: value for name, value in report.figures["top1"].items() if value is not None}
+    if top1:
+        say("top-1 on held-out public images: " + ", ".join(f"{name} {value:.1%}" for name, value in top1.items()))
+    say(f"learning rates for sites: backend {report.figures['backend_lr']:g}, head {report.figures['head_lr']:g}")
 
 
 def _leave(number: int, frame: object) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save as array_bytes
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from contract.errors import ExportError, ManifestError
@@ -133,6 +133,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of contiguous copies, flushed to the disk."""
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
     _flush(path)
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file of contiguous copies, in memory; two names may mean the same storage."""
+    return save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:

@@ -1,17 +1,25 @@
 """Everything that was chosen for one export, in one frozen value; it is stored with the backend as it is.
 
-Where the choices come from (flags, environment, file) is left to exporter.cli.
+Where the choices come from (flags, environment, file) is left to exporter.cli. The texts of the longer ones are read
+here, as nothing else knows their form.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
 
-from contract.errors import UsageError
+from contract.errors import UsageError, suggest
+from contract.training import HOLDS, AugmentRule, Holds, OptimiserRule, Precision
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
 TUNES = ("noise-aware", "none")
+OPTIMISERS = ("sgd", "adamw")
+GRADIENTS = ("float32", "float16", "int8")
+ACTIVATIONS = ("float32", "float16")
+_CUTS_CURE = "write for example --cuts 1-10, or --cuts 2,6,10"
+_AUGMENT_CURE = "write for example --augment crop=4,flip,brightness=0.2"
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,76 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class TrainingChoices:
+    """What was chosen about training on devices; `cuts` is empty for the family's default cut.
+
+    `freeze` holds beginnings of parameter names; `recompute` lets backward compute the activations again.
+    """
+
+    strategy: str
+    cuts: tuple[int, ...]
+    release_whole_model: bool
+    classes: int | None
+    optimiser: OptimiserRule
+    augment: AugmentRule
+    gradient: Precision
+    activations: str  # float32 or float16
+    freeze: tuple[str, ...]
+    recompute: bool
+
+    def __post_init__(self) -> None:
+        rule, augment, holds = self.optimiser, self.augment, holds_of(self.strategy)
+        _require(holds != "frontend", f"{self.strategy} trains nothing on devices")
+        _require(self.classes is None or self.classes >= 2, f"classes must be 2 or more, found {self.classes}")
+        _require(self.gradient in GRADIENTS, f"gradient must be one of {', '.join(GRADIENTS)}, found {self.gradient!r}")
+        known = self.activations in ACTIVATIONS
+        _require(known, f"activations must be one of {', '.join(ACTIVATIONS)}, found {self.activations!r}")
+        _require(0 <= rule.momentum < 1, f"momentum must be 0 or more and less than 1, found {rule.momentum}")
+        _require(0 <= rule.weight_decay <= 1, f"weight-decay must lie in 0..1, found {rule.weight_decay}")
+        _require(augment.crop_padding >= 0, f"crop must be 0 pixels or more, found {augment.crop_padding}")
+        _require(
+            0 <= augment.brightness < 1, f"brightness must be 0 or more and less than 1, found {augment.brightness}"
+        )
+        self._check_release(holds)
+
+    @property
+    def whole_model(self) -> bool:
+        """Do devices get every layer?"""
+        return holds_of(self.strategy) == "whole"
+
+    def _check_release(self, holds: Holds) -> None:
+        if holds == "whole" and not self.release_whole_model:
+            raise UsageError(
+                f"{self.strategy} trains the whole model on devices: the package would give every layer away",
+                "add --release-whole-model if the model's owner agrees; other strategies keep a part on the server",
+            )
+        if holds != "whole" and self.release_whole_model:
+            raise UsageError(
+                f"--release-whole-model was given, but {self.strategy} needs the first layers only",
+                "leave it out; it belongs to " + ", ".join(name for name in HOLDS if HOLDS[name] == "whole"),
+            )
+        if holds == "whole" and self.classes is None:
+            raise UsageError(
+                f"{self.strategy} trains the head on devices, and --classes does not say for how many classes",
+                "add --classes N, the number of classes of the site",
+            )
+        if holds == "whole" and self.cuts:
+            raise UsageError(
+                f"{self.strategy} has no cut: devices hold the whole model", "leave out --split and --cuts"
+            )
+        if holds != "whole" and self.classes is not None:
+            raise UsageError(
+                f"--classes was given, but with {self.strategy} the head is made where the training runs",
+                "leave it out; a site's number of classes is known when its devices join",
+            )
+
+
+@dataclass(frozen=True)
 class ExportPlan:
-    """One export. Paths are texts, so that the plan can be stored; None stands for what was not given."""
+    """One export. Paths are texts, so that the plan can be stored; None stands for what was not given.
+
+    `training` is None for a frontend, which devices run and do not train.
+    """
 
     model: str
     model_args: tuple[tuple[str, ModelArg], ...]
@@ -52,6 +128,7 @@ class ExportPlan:
     signing_key: str | None
     force: bool
     output: str
+    training: TrainingChoices | None = None
 
     def __post_init__(self) -> None:
         _require(self.tune in TUNES, f"tune must be one of {', '.join(TUNES)}, found {self.tune!r}")
@@ -61,6 +138,75 @@ class ExportPlan:
         _require(0.0 <= self.kappa <= self.kappa_max, f"kappa must lie in 0..kappa-max, found {self.kappa}")
         _require(self.version is None or self.version >= 1, f"version must be 1 or more, found {self.version}")
         _require(self.limit_tuning >= 1, f"limit-tuning must be 1 or more, found {self.limit_tuning}")
+        if self.training is not None and self.int8:
+            raise UsageError(
+                f"--int8 is for frontends; {self.training.strategy} trains its part in float32", "leave out --int8"
+            )
+
+    def document(self) -> dict[str, object]:
+        """The plan as it is stored with the backend, from which a server builds the model again."""
+        document = {**asdict(self), "model_args": dict(self.model_args)}
+        if self.training is None:
+            del document["training"]
+        return document
+
+
+def holds_of(strategy: str) -> Holds:
+    """What a package for this strategy holds. Raises UsageError for a strategy that does not exist."""
+    if strategy not in HOLDS:
+        raise UsageError(f"there is no strategy {strategy!r}{suggest(strategy, HOLDS)}", "correct --for")
+    return HOLDS[strategy]
+
+
+def read_cuts(text: str) -> tuple[int, ...]:
+    """Cuts in ascending order from `3`, `2,6,10`, `1-10`, or a mixture. Raises UsageError."""
+    cuts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part, re.ASCII)
+        if found is None:
+            raise UsageError(f"--cuts should be numbers and ranges, found {part.strip()!r} in {text!r}", _CUTS_CURE)
+        first, last = int(found[1]), int(found[2] or found[1])
+        if first > last:
+            raise UsageError(f"--cuts has a range that ends before it starts: {part.strip()}", _CUTS_CURE)
+        cuts.extend(range(first, last + 1))
+    if min(cuts) < 1:
+        raise UsageError("--cuts names cut 0, which leaves nothing to a device: the first layer is 1", _CUTS_CURE)
+    twice = next((cut for cut in cuts if cuts.count(cut) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--cuts names cut {twice} more than once", "name each cut once")
+    return tuple(sorted(cuts))
+
+
+def read_augment(text: str) -> AugmentRule:
+    """The rule in `crop=4,flip,brightness=0.2`, any of them left out, or `none`. Raises UsageError."""
+    if text.strip() == "none":
+        return AugmentRule()
+    values: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if key not in ("crop", "flip", "brightness"):
+            raise UsageError(
+                f"--augment has an unknown part {key!r}{suggest(key, ('crop', 'flip', 'brightness'))}", _AUGMENT_CURE
+            )
+        if key in values or bool(equals) == (key == "flip"):
+            raise UsageError(f"--augment {part.strip()} is not as expected in {text!r}", _AUGMENT_CURE)
+        values[key] = value
+    try:
+        return AugmentRule(int(values.get("crop", 0)), "flip" in values, float(values.get("brightness", 0.0)))
+    except ValueError as error:
+        raise UsageError(f"--augment has a part that is no number: {text!r}", _AUGMENT_CURE) from error
+
+
+def optimiser_rule(kind: str, momentum: float | None, weight_decay: float | None) -> OptimiserRule:
+    """The rule with its defaults: momentum 0.9 and decay 5e-4 with sgd, decay 0.01 with adamw. Raises UsageError."""
+    if kind == "sgd":
+        return OptimiserRule("sgd", *(default if given is None else given for given, default in
+                                      ((momentum, 0.9), (weight_decay, 5e-4))))  # fmt: skip
+    if kind == "adamw":
+        if momentum is not None:
+            raise UsageError("--momentum was given, but adamw has none", "leave it out, or use --optimiser sgd")
+        return OptimiserRule("adamw", 0.0, 0.01 if weight_decay is None else weight_decay)
+    raise UsageError(f"optimiser must be one of {', '.join(OPTIMISERS)}, found {kind!r}", "see export-frontend --help")
 
 
 def _require(holds: bool, cause: str) -> None:

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from contract.manifest import FORMAT, Cut, EngineNeeds, FileRecord, Manifest, Quantization, TransformRules
+from contract.images import ImageRule
+from contract.manifest import FORMAT, Cut, EngineNeeds, FileRecord, LabelMode, Manifest, Quantization, TransformRules
 from exporter.backend_tuning import Bench, PreparedBackend
 from exporter.frontend_file import RECIPE
 from exporter.onnx_graph import INPUT_NAME, IR_VERSION, OUTPUT_NAME
 from exporter.package import ONNX_NAME, golden_bytes, write_arrays, write_document, write_table, write_tensors
+from exporter.plan import ExportPlan
 from exporter.runtime import open_session, run_tokens
 
 _ONNXRUNTIME_MIN = "1.19"  # the first that loads IR 10
+PART_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label", "permuted-label", "logit-gradient", "client-head")
+# Where devices train the whole model, no message carries a label. But the head's rows stand in the order of the class
+# list, and how a row moved tells how often its class occurred: no mode that promises more than raw-label would be true.
+WHOLE_MODEL_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label",)
 
 
 def figures_of(bench: Bench, prepared: PreparedBackend, frontend_s: float, total_s: float) -> dict[str, object]:
@@ -63,6 +69,21 @@ def manifest_of(
     )  # fmt: skip
 
 
+def training_manifest_of(
+    plan: ExportPlan, family: str, image: ImageRule, files: tuple[FileRecord, ...], signer: str,
+    now: Callable[[], datetime],
+) -> Manifest:  # fmt: skip
+    """The manifest of a package of parts that devices train: no frontend, so no cuts, no noise and no INT8."""
+    modes = WHOLE_MODEL_LABEL_MODES if plan.training.whole_model else PART_LABEL_MODES
+    return Manifest(
+        format=FORMAT, name=plan.name, version=plan.version, model=plan.model, family=family, cuts=(), image=image,
+        quantization=Quantization("float32", ("trained on devices in float32",), 0.0, (), None, 1.0, False),
+        engine=EngineNeeds(plan.opset, IR_VERSION, _ONNXRUNTIME_MIN),
+        transforms=TransformRules(0.0, 0.0, 0.0, weight_noise=False), label_modes=modes, classes=None, files=files,
+        signer=signer, created=now().isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
 def _quantization(bench: Bench) -> Quantization:
     measured = bench.file.figures
     calibrated_on = "measured on a folder of images" if bench.public.folder else "measured on synthetic pictures"
@@ -91,10 +112,13 @@ def write_backend(
         write_tensors(folder / "server_head.safetensors", prepared.head.state_dict())
     write_arrays(folder / "statistics.safetensors", prepared.public_tokens.arrays())
     write_document(folder / "few_shot.json", prepared.rates.document())
-    plan = {**asdict(bench.plan), "model_args": dict(bench.plan.model_args)}
-    document = {"schema_version": 1, "package_digest": package_digest, "plan": plan, "figures": figures}
-    write_document(folder / "export.json", document)
+    write_document(folder / "export.json", export_document(bench.plan, figures, package_digest))
     write_table(folder / "public.toml", _public_table(bench))
+
+
+def export_document(plan: ExportPlan, figures: dict[str, object], package_digest: str) -> dict[str, object]:
+    """export.json: what was chosen, what came of it, and which package the backend belongs to."""
+    return {"schema_version": 1, "package_digest": package_digest, "plan": plan.document(), "figures": figures}
 
 
 def _public_table(bench: Bench) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Cut a model at a block boundary: frontend then backend equals the whole.
+"""Cut a model between two of its layers: frontend then backend equals the whole.
 
 What a family's halves consist of is left to exporter.models; weights and files to exporter.checkpoint.
 """
@@ -7,35 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import timm
 import torch
 from torch import Tensor, nn
 
 from contract.errors import ExportError, UsageError
+from exporter.architecture import create
 from exporter.models import family_of
-from exporter.models.vit import Backend, Frontend
-
-__all__ = ["Backend", "Frontend", "backend_state", "build_backend", "check_cut", "default_cut", "split_model"]
 
 
 def default_cut(depth: int) -> int:
-    """Two thirds of the blocks on the device (SA 1.1, K = round(2/3 L))."""
+    """Two thirds of the layers on the device (SA 1.1, K = round(2/3 L))."""
     return max(1, min(depth - 1, round(depth * 2 / 3)))
 
 
 def check_cut(k: int, depth: int) -> None:
-    """Raises UsageError unless both halves get at least one block."""
+    """Raises UsageError unless both halves get at least one layer."""
     if not 1 <= k < depth:
         raise UsageError(
-            f"--split {k} leaves one half empty: this model has {depth} blocks, so the cut lies in 1..{depth - 1}",
-            f"choose a block from 1 to {depth - 1}; two thirds of the depth is {default_cut(depth)}",
+            f"--split {k} leaves one half empty: this model has {depth} layers, so the cut lies in 1..{depth - 1}",
+            f"choose a layer from 1 to {depth - 1}; two thirds of the depth is {default_cut(depth)}",
         )
 
 
-def split_model(model: nn.Module, k: int) -> tuple[Frontend, Backend]:
+def split_model(model: nn.Module, k: int) -> tuple[nn.Module, nn.Module]:
     """Halves of a whole model, sharing its parameters; the model itself is not changed.
 
-    Frontend: images (B, 3, h, w) -> tokens (B, T, d). Backend: tokens -> features (B, d) before the head.
+    Frontend: images (B, 3, h, w) -> tokens (B, T, d), or features (B, C, h', w') of a convolutional network. Backend: from
+    there to the pooled features (B, f) that the head receives.
 
     Raises UsageError for an impossible cut, ExportError for a model of no known family.
     """
@@ -51,7 +49,7 @@ def backend_state(model: nn.Module, k: int) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous() for name, value in backend.state_dict().items()}
 
 
-def build_backend(model_name: str, model_args: Mapping[str, object], k: int) -> Backend:
+def build_backend(model_name: str, model_args: Mapping[str, object], k: int) -> nn.Module:
     """An empty backend to load a state dict into, built without ever allocating the frontend.
 
     Its parameters hold no meaningful values until `load_state_dict(state)` has filled every one of them.
@@ -60,7 +58,7 @@ def build_backend(model_name: str, model_args: Mapping[str, object], k: int) -> 
     """
     try:
         with torch.device("meta"):
-            model = timm.create_model(model_name, pretrained=False, **dict(model_args))
+            model = create(model_name, False, model_args)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ExportError(
             f"timm could not build {model_name} with {dict(model_args)}: {error}",

@@ -6,6 +6,7 @@ Reading flags and files, and saying how it went; everything that decides is left
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import secrets
@@ -21,12 +22,13 @@ from contract.console import ArgumentParser, print_document, run_command, say
 from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
 from .admission import Terms
-from .backend_folder import BackendFolder
+from .backend_folder import BackendFolder, TrainingFolder
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
 from .roster import read_roster
 from .runs import Run, choose_run, lock_run
+from .schedule import SCHEDULES
 from .server import Job, Outcome, Server
 from .store import Store
 
@@ -42,8 +44,8 @@ def _parser() -> ArgumentParser:
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
         epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
     )
-    choices = {"strategy": strategies.names(), "label_mode": plan.LABEL_MODES}
-    metavars = {"strategy": None, "label_mode": None, "listen": "HOST:PORT", "replaced": "SHARE", "run": "ID"}
+    choices = {"strategy": strategies.names(), "label_mode": plan.LABEL_MODES, "schedule": SCHEDULES}
+    metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
     kinds = {Path: "PATH", int: "N", float: "X"}
     for field in FIELDS:
         if field.name != "public":
@@ -73,7 +75,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     strategies.check(values["strategy"])
     folder = backend_folder.read(values["backend"])
     wanted = _plan(resolved, folder)
-    wanted.check(folder.manifest.transforms, folder.manifest.label_modes)
+    devices = {device for names in roster.sites.values() for device in names}
+    wanted.check(folder.manifest.transforms, folder.manifest.label_modes, folder.training, devices)
     given = frozenset(name for name, origin in resolved.origin.items() if origin != "default")
     run = choose_run(values["runs"], values["run"], wanted, given, list(roster.sites), _new_name, say)
     say(f"{'starting' if run.is_new else 'going on with'} run {run.name} in {run.root}")
@@ -88,7 +91,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             listen=listen,
             roster=roster,
             terms=_terms(run),
-            expected=Expected(folder.cut.tokens, run.plan.label_mode),
+            expected=Expected(folder.layout, run.plan.label_mode),
             start=_start_frame(run, folder, roster.sites),
             threads=run.plan.threads,
             exit_when_done=flags["exit_when_done"],
@@ -107,21 +110,13 @@ def _print_now(text: str) -> None:
     print(text, flush=True)
 
 
-def _plan(resolved: Resolved, folder: BackendFolder) -> Plan:
-    values = resolved.values
-    kappa = values["kappa"]
-    return Plan(
-        strategy=values["strategy"],
-        backend_sha256=folder.sha256(),
-        package_digest=folder.package_digest,
-        label_mode=values["label_mode"],
-        kappa=folder.manifest.transforms.kappa if kappa is None else kappa,
-        epochs=values["epochs"],
-        augmentations=values["augmentations"],
-        replaced=values["replaced"],
-        seed=values["seed"],
-        threads=values["threads"] or len(os.sched_getaffinity(0)),
-    )
+def _plan(resolved: Resolved, folder: BackendFolder | TrainingFolder) -> Plan:
+    own = {field.name for field in dataclasses.fields(Plan)}
+    values = {name: value for name, value in resolved.values.items() if name in own}
+    if values["kappa"] is None:
+        values["kappa"] = folder.manifest.transforms.kappa
+    values["threads"] = values["threads"] or len(os.sched_getaffinity(0))
+    return Plan(backend_sha256=folder.sha256(), package_digest=folder.package_digest, **values)
 
 
 def _new_name() -> str:
@@ -139,7 +134,7 @@ def _terms(run: Run) -> Terms:
     )
 
 
-def _start_frame(run: Run, folder: BackendFolder, sites: dict[str, tuple[str, ...]]) -> PipeFrame:
+def _start_frame(run: Run, folder: BackendFolder | TrainingFolder, sites: dict[str, tuple[str, ...]]) -> PipeFrame:
     start = {
         "run": run.name,
         "root": str(run.root.resolve()),

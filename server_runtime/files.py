@@ -43,6 +43,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Delete a file, if it is there, so that a power cut does not bring it back."""
+    if path.exists():
+        path.unlink()
+        sync_directory(path.parent)
+
+
 def set_aside(path: Path) -> Path:
     """Rename an unreadable file to `NAME.damaged-<n>`, so that it neither stops a start nor is lost to inspection."""
     number = 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.manifest import TransformRules
+from contract.training import HOLDS, TrainingCut, TrainingPlan
 
 from . import strategies
+from .schedule import SCHEDULES
 
-LABEL_MODES = ("permuted-label", "logit-gradient", "client-head")  # raw labels are not taken by these strategies
+LABEL_MODES = ("permuted-label", "logit-gradient", "client-head", "raw-label")  # which of them: package and strategy
 
 FIELDS = (
     Field("strategy", str, REQUIRED, "which training strategy: " + ", ".join(strategies.names())),
@@ -35,9 +37,29 @@ FIELDS = (
     Field("augmentations", int, 64, "patch-retrieval runs per image, one drawn each epoch; 0 trains without"),
     Field("replaced", float, 0.25, "share of an image's patches that a run replaces"),
     Field("seed", int, 0, "seed of the head, the order of training and the augmentations"),
+    Field("batch", int, 64, "images of a device's training batch"),
+    Field("learning_rate", float, 0.01, "highest learning rate of training on devices"),
+    Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
+    Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
+    Field("local_epochs", int, 1, "fed_avg: epochs of a device in one round"),
+    Field("quorum", int, 0, "fed_avg: so many devices are enough for a round when the others are away; 0: all"),
+    Field(
+        "cuts",
+        str,
+        "",
+        "layers on the device: N, and DEVICE=N for single ones, such as 6,pi-3=2; default: the package's first",
+    ),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )
+
+# Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
+_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts")
+_IGNORED = {
+    "frontend": frozenset(_ON_DEVICES),
+    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum"}),
+    "whole": frozenset({"kappa", "augmentations", "replaced", "cuts"}),
+}
 
 
 @dataclass(frozen=True)
@@ -54,14 +76,25 @@ class Plan:
     replaced: float
     seed: int
     threads: int
+    batch: int = 64
+    learning_rate: float = 0.01
+    schedule: str = "constant"
+    warmup: int = 0
+    local_epochs: int = 1
+    quorum: int = 0
+    cuts: str = ""
 
-    def check(self, rules: TransformRules, allowed_modes: tuple[str, ...]) -> None:
-        """Refuse what cannot be trained.
+    def check(
+        self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
+        devices: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Refuse what cannot be trained with a package of these rules, or by these devices.
 
         Raises:
             ConfigError: naming the setting.
         """
         strategies.check(self.strategy)
+        self._check_training(training, devices)
         if self.label_mode not in LABEL_MODES:
             hint = suggest(self.label_mode, LABEL_MODES)
             raise _wrong("label_mode", f"one of {', '.join(LABEL_MODES)}", self.label_mode, hint)
@@ -69,11 +102,39 @@ class Plan:
             raise _wrong("label_mode", f"one that the package allows ({', '.join(allowed_modes)})", self.label_mode)
         if not (math.isfinite(self.kappa) and 0 <= self.kappa <= rules.kappa_max):
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
-        for name, lowest in (("epochs", 1), ("augmentations", 0), ("seed", 0), ("threads", 1)):
+        lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
+        lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0}
+        for name, lowest in lowest_of.items():
             if getattr(self, name) < lowest:
                 raise _wrong(name, f"{lowest} or more", getattr(self, name))
         if not 0 <= self.replaced <= 1:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise _wrong("learning_rate", "more than 0", self.learning_rate)
+        if self.schedule not in SCHEDULES:
+            raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
+        if self.warmup > self.epochs:
+            raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+
+    def _check_training(self, training: TrainingPlan | None, devices: Collection[str]) -> None:
+        """Whether the package holds what the strategy trains, and has the cuts."""
+        needed = HOLDS[self.strategy]
+        whole = training is not None and training.whole_model and any(cut.loss != "none" for cut in training.cuts)
+        parts = training is not None and any(cut.loss == "none" for cut in training.cuts)
+        if not {"frontend": training is None, "parts": parts, "whole": whole}[needed]:
+            held = "a frozen frontend" if training is None else f"what {training.strategy} trains"
+            raise ConfigError(
+                f"strategy {self.strategy} cannot train the package of this backend, which holds {held}",
+                f"export the model for {self.strategy}, or choose another --strategy",
+            )
+        default, own = parse_cuts(self.cuts)
+        if training is None or needed != "parts":
+            return
+        for device in own:
+            if device not in devices:
+                raise _wrong("cuts", "cuts of enrolled devices", device, suggest(device, devices))
+        for index in (default, *own.values()):
+            cut_of(training, index)
 
     def values(self) -> dict[str, str | int | float]:
         """The plan as flat values, for run.toml and the torch process."""
@@ -82,11 +143,45 @@ class Plan:
     def differences(self, recorded: Mapping[str, Any], given: frozenset[str]) -> list[str]:
         """Where a recorded plan differs from this one, in fields that are not merely defaults here."""
         always = {"strategy", "backend_sha256", "package_digest"}
+        given = given - _IGNORED[HOLDS[self.strategy]]
         return [
             f"{field.name} = {recorded.get(field.name)!r}, asked for {getattr(self, field.name)!r}"
             for field in fields(self)
             if (field.name in always or field.name in given) and recorded.get(field.name) != getattr(self, field.name)
         ]
+
+
+def parse_cuts(text: str) -> tuple[int | None, dict[str, int]]:
+    """`6,pi-3=2,pi-4=10` -> the cut of all devices, None for the package's first, and single devices' own.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    default, own = None, {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        device, named, number = entry.rpartition("=")
+        device = device.strip()
+        twice = device in own if named else default is not None
+        if not number.strip().isdecimal() or (named and not device) or twice:
+            raise _wrong("cuts", "one N, and DEVICE=N once for each device, such as 6,pi-3=2", text)
+        if named:
+            own[device] = int(number)
+        else:
+            default = int(number)
+    return default, own
+
+
+def cut_of(training: TrainingPlan, index: int | None) -> TrainingCut:
+    """The client part with so many layers; None: the package's first.
+
+    Raises:
+        ConfigError: the package has no such part.
+    """
+    parts = [cut for cut in training.cuts if cut.loss == "none"]
+    found = next((cut for cut in parts if index in (None, cut.index)), None)
+    if found is None:
+        raise _wrong("cuts", f"cuts of the package ({', '.join(str(cut.index) for cut in parts)})", index)
+    return found
 
 
 @dataclass(frozen=True)

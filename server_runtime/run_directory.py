@@ -28,7 +28,7 @@ from safetensors.torch import save
 from contract.errors import CutlayerError
 from contract.messages import Gradient
 
-from .files import set_aside, write_atomic
+from .files import remove, set_aside, write_atomic
 from .pipe import QUORUM, PipeFrame, Unpacker, carried, carry, pack
 from .site_run import Journal
 from .strategies import Metric, State
@@ -79,7 +79,7 @@ class RunDirectory:
         if path.exists():
             os.replace(path, path.with_suffix(".previous.safetensors"))
         write_atomic(path, data)
-        (self._root / "journal" / site).unlink(missing_ok=True)
+        remove(self._root / "journal" / site)
 
     def resume(self, site: str) -> tuple[State, bool] | None:
         """The site's newest whole checkpoint and whether its strategy had ended; None when there is none."""
@@ -91,30 +91,40 @@ class RunDirectory:
             if found is not None:
                 self._forget_metrics(site, found.lines)
                 return found.state, found.ended
-            self._warn(f"checkpoint {candidate.name} was unreadable: kept as {set_aside(candidate).name}")
+            self._set_aside(candidate)
             # Replies since a checkpoint that is lost belong to steps that will be asked for anew.
-            (self._root / "journal" / site).unlink(missing_ok=True)
+            remove(self._root / "journal" / site)
         self._forget_metrics(site, 0)
         return None
 
     def rewind(self, site: str, fits: Callable[[State], bool]) -> State | None:
         """The site's newest checkpoint that fits, None for the beginning; the journal and newer checkpoints are gone.
 
-        Whatever is gone belongs to steps that will be taken again.
+        Whatever is gone belongs to steps that will be taken again; an unreadable checkpoint is set aside.
         """
-        (self._root / "journal" / site).unlink(missing_ok=True)
+        remove(self._root / "journal" / site)
         path = self._checkpoint(site)
         for candidate in (path, path.with_suffix(".previous.safetensors")):
-            found = _read_checkpoint(candidate) if candidate.exists() else None
-            if found is not None and fits(found.state):
+            if not candidate.exists():
+                continue
+            found = _read_checkpoint(candidate)
+            if found is None:
+                self._set_aside(candidate)
+            elif fits(found.state):
                 self._forget_metrics(site, found.lines)
                 return found.state
-            candidate.unlink(missing_ok=True)
+            else:
+                remove(candidate)
         self._forget_metrics(site, 0)
         return None
 
-    def _forget_metrics(self, site: str, kept: int) -> None:
-        """Drop the site's lines beyond the first `kept`: they will be recorded again."""
+    def _set_aside(self, checkpoint: Path) -> None:
+        self._warn(f"checkpoint {checkpoint.name} was unreadable: kept as {set_aside(checkpoint).name}")
+
+    def _forget_metrics(self, site: str, kept: int | None) -> None:
+        """Drop the site's lines beyond the first `kept`: they will be recorded again. None drops none."""
+        if kept is None:
+            return
         lines, seen = self.metrics(), 0
         left = []
         for line in lines:
@@ -170,7 +180,7 @@ class RunDirectory:
 class _Checkpoint:
     state: State
     ended: bool
-    lines: int  # the site's lines of metrics.jsonl at that time
+    lines: int | None  # the site's lines of metrics.jsonl at that time; None: the checkpoint does not say
 
 
 def _read_checkpoint(path: Path) -> _Checkpoint | None:
@@ -181,7 +191,8 @@ def _read_checkpoint(path: Path) -> _Checkpoint | None:
         if _digest(tensors, metadata["values"]) != metadata["sha256"]:
             return None
         values = json.loads(metadata["values"])
-        return _Checkpoint(State(tensors, values), bool(values.pop("ended")), int(values.pop("lines")))
+        lines = values.pop("lines", None)
+        return _Checkpoint(State(tensors, values), bool(values.pop("ended")), None if lines is None else int(lines))
     except (SafetensorError, OSError, KeyError, ValueError):
         return None
 

@@ -5,7 +5,8 @@ Which run directory is used is left to `run_directory`; whether features make se
 Rules:
 * a batch is known by (device, ask, batch): the second copy is ignored, whatever session or seq it comes with;
 * the file is written (temp, fsync, rename, fsync of the folder) before its row is committed (WAL, synchronous FULL);
-* a file that does not match its digest is set aside and its row removed, so that its device is asked again;
+* a file that does not match its digest is set aside and its row removed, so that its device is asked again, or the
+  copy that it sends just now is kept;
 * an unreadable ledger is set aside and rebuilt from the files, which carry their own record.
 """
 
@@ -80,7 +81,7 @@ class Store:
     def __init__(self, root: Path, warn: Callable[[str], None] = lambda text: None) -> None:
         self._root = root
         self._warn = warn
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `keep` reads what is stored of the same batch
         (root / "tensors").mkdir(parents=True, exist_ok=True)
         self._full = self._open()
         # Receipts of replayable messages: they survive kill -9 without an fsync for each training step.
@@ -197,22 +198,25 @@ class Store:
             (self._root / file).unlink(missing_ok=True)
 
     def _known(self, device: str, features: Features, rows: int) -> bool:
-        stored = self._full.execute(
-            "SELECT batch, total, split, rows, file FROM uploads WHERE device = ? AND ask = ?", (device, features.ask)
-        ).fetchall()
-        for batch, _, split, _, file in stored:
-            if batch == features.batch:
-                if split == "train":
-                    self._check_same_samples(device, features, self._root / file)
+        query = f"SELECT {_COLUMNS} FROM uploads WHERE device = ? AND ask = ?"  # noqa: S608  names of our own fields
+        stored = [UploadRecord(*row) for row in self._full.execute(query, (device, features.ask)).fetchall()]
+        same = next((record for record in stored if record.batch == features.batch), None)
+        if same is not None:
+            if same.split != "train":
                 return True
-        for _, total, split, _, _ in stored:
-            if (total, split) != (features.total, features.split):
+            tensors = self.read(same)
+            if tensors is not None:
+                self._check_same_samples(features, same, tensors["sample_ids"])
+                return True
+            stored.remove(same)  # damaged: the copy that has just come takes its place
+        for record in stored:
+            if (record.total, record.split) != (features.total, features.split):
                 raise RemoteProtocolError(
                     f"batch {features.batch} of ask {features.ask!r} says {features.total} samples of "
-                    f"{features.split!r}, earlier batches said {total} of {split!r}",
+                    f"{features.split!r}, earlier batches said {record.total} of {record.split!r}",
                     "restart the device's command with an unchanged image folder",
                 )
-        if sum(row[3] for row in stored) + rows > features.total:
+        if sum(record.rows for record in stored) + rows > features.total:
             raise RemoteProtocolError(
                 f"ask {features.ask!r} has more samples than its total of {features.total}",
                 "restart the device's command with an unchanged image folder",
@@ -220,15 +224,10 @@ class Store:
         return False
 
     @staticmethod
-    def _check_same_samples(device: str, features: Features, path: Path) -> None:
-        try:
-            with safe_open(path, framework="numpy") as stream:
-                sample_ids = stream.get_tensor("sample_ids")
-        except (SafetensorError, OSError):
-            return  # `read` finds the damage and has the batch asked for again
+    def _check_same_samples(features: Features, record: UploadRecord, sample_ids: np.ndarray) -> None:
         if not np.array_equal(sample_ids, features.sample_ids):
             raise RefusedError(
-                f"batch {features.batch} of {features.ask!r} is stored with other samples: {device!r} began this "
+                f"batch {record.batch} of {record.ask!r} is stored with other samples: {record.device!r} began this "
                 "upload on another machine, with other images, or before it lost its state",
                 "go on with the state and images of that time, or start a new run (server-run --run NAME); "
                 "two machines need two names and keys",
@@ -286,7 +285,7 @@ class Store:
         if _digest(data) == record.sha256:
             return dict(load_tensors(data))
         kept = f"kept as {set_aside(path).name}" if path.exists() else "the file is missing"
-        self._warn(f"batch {record.batch} of {record.ask!r} from {record.device!r} was damaged ({kept}): asking again")
+        self._warn(f"batch {record.batch} of {record.ask!r} from {record.device!r} was damaged ({kept}): taken anew")
         with self._lock:
             self._full.execute(
                 "DELETE FROM uploads WHERE device = ? AND ask = ? AND batch = ?",

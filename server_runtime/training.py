@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import numpy as np
 
 from contract.errors import ConfigError, CutlayerError
 from contract.messages import Gradient
+from contract.training import HOLDS
 
-from . import backend, backend_folder, pipe, strategies
+from . import backend, backend_folder, pipe, split_model, strategies
+from .backend_folder import TrainingFolder
 from .conductor import Conducting, Conductor
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
@@ -79,7 +82,8 @@ class RunRecords:
         return self._directory.rewind(site, fits)
 
     def keep(self, site: str, record: Mapping[str, Metric], state: State | None, ended: bool) -> None:
-        self._directory.record({"site": site, **record})
+        if record:
+            self._directory.record({"site": site, **record})
         if state is not None:
             if ended:
                 self._directory.publish(site, state)
@@ -131,7 +135,7 @@ def _serve(start: dict[str, Any], frames: queue.Queue[PipeFrame], post: PipePost
     plan, root = Plan(**start["plan"]), Path(start["root"])
     store, directory = Store(root, warn), RunDirectory(root, warn)
     sites = _site_runs(start["sites"], plan, Path(start["backend"]), store, directory)
-    rules = Conducting(start["run"], plan.label_mode)
+    rules = Conducting(start["run"], plan.label_mode, HOLDS[plan.strategy] != "frontend")
     conductor = Conductor(sites, rules, post, RunRecords(store, directory), time.monotonic)
     conductor.start()
     post.send(PipeFrame(pipe.READY))
@@ -164,16 +168,18 @@ def _site_runs(
             "choose another --label-mode or --strategy",
         )
     shipped = backend_folder.read(folder)
-    theta_b = backend.load(shipped, plan.kappa, backend.choose_device(plan.threads))
-    settings = Settings(
-        plan.label_mode, plan.kappa, plan.epochs, plan.augmentations, plan.replaced, plan.seed,
-        shipped.backend_lr, shipped.head_lr,
-    )  # fmt: skip
+    device = backend.choose_device(plan.threads)
+    shared = {field.name: getattr(plan, field.name) for field in fields(Settings) if hasattr(plan, field.name)}
+    if isinstance(shipped, TrainingFolder):
+        model, settings = split_model.load(shipped, device), Settings(**shared)
+    else:
+        model = backend.load(shipped, plan.kappa, device)
+        settings = Settings(**shared, backend_lr=shipped.backend_lr, head_lr=shipped.head_lr)
     runs = []
     for name, devices in sites.items():
         fixed = store.classes(name)
         site = SiteRun(
-            name, tuple(devices), lambda: module.build(theta_b, settings), None if fixed is None else fixed[0],
+            name, tuple(devices), lambda: module.build(model, settings), None if fixed is None else fixed[0],
             directory.resume(name), directory.journalled(name),
         )  # fmt: skip
         site.last_record = next(

@@ -20,6 +20,13 @@ MODEL_ARGS = ("img_size=32", "patch_size=8", "embed_dim=48", "depth=3", "num_hea
 PUBLIC_CLASSES = 4
 PRIVATE_CLASSES = ("north", "east", "south")
 DEVICES = ("device-a", "device-b")
+_VIT = ("--model", MODEL, *(word for each in MODEL_ARGS for word in ("--model-arg", each)))
+_CNN = ("--model", "resnet18", "--model-arg", "small_images=True")
+TRAINING = {  # packages whose parts are trained on the devices
+    "parts": (*_VIT, "--for", "sequential_split", "--cuts", "1,2", "--augment", "crop=2,flip"),
+    "whole": (*_VIT, "--for", "fed_avg", "--release-whole-model", "--classes", len(PRIVATE_CLASSES)),
+    "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "3"),
+}
 
 
 def main(root: Path) -> None:
@@ -38,6 +45,10 @@ def main(root: Path) -> None:
         "exporter.cli", "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
         "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
     )  # fmt: skip
+    for name, words in TRAINING.items():
+        run(
+            "exporter.cli", *words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name,
+        )  # fmt: skip
 
 
 def draw_folder(folder: Path, label: int, count: int, rng: np.random.Generator) -> None:

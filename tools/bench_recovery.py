@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import DeviceError, TrainingError, UsageError
 from contract.image_folder import scan
@@ -42,6 +43,7 @@ from server_runtime.admission import Terms
 from server_runtime.report import Table, to_text
 from tools import demo, demo_commands, demo_model
 from tools.demo_data import DEVICES, DemoFolders
+from tools.output import open_output
 
 UPLOAD, TRAINING, AWAY = "upload", "training", "server away"  # phases
 LABEL_MODES = ("permuted-label", "logit-gradient", "client-head")
@@ -56,6 +58,7 @@ HASTY_SHARE, HASTY_LIFE_S = 0.25, (0.0, 1.0)  # so often it dies before they are
 DEVICE_LIFE_S = (0.5, 3.5)  # since its start; an upload of the demo is done in two to four
 RETURN_S = (0.5, 3.0)  # a device that was let go is switched on again
 TARGET_S = 10.0
+KAPPA_MAX = 1.0  # that the demo's backend is tuned for
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,7 @@ class Adaptation:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    root = options.output.resolve()
-    root.mkdir(parents=True, exist_ok=True)
+    root = open_output(options.output)
     bench = Bench(root, deploy(root, options.seed), options.label_mode, options.kappa, options.seed)
     work = root / options.label_mode
     shutil.rmtree(work, ignore_errors=True)
@@ -133,25 +135,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(options.device_kills, options.server_kills) < 0:
         raise UsageError("the number of kills must be 0 or more", "correct --device-kills or --server-kills")
+    if not 0 <= options.seed <= INT_MAX:
+        raise UsageError(f"--seed is {options.seed}, expected 0 to {INT_MAX}", "correct --seed")
+    if not 0 <= options.kappa <= KAPPA_MAX:
+        raise UsageError(f"--kappa is {options.kappa}, expected 0 to {KAPPA_MAX:g}", "correct --kappa")
     return options
 
 
 def deploy(root: Path, seed: int) -> DemoFolders:
     """The demo's data, pre-trained model, keys and package; taken as they are when this seed made them before.
 
-    Raises: ExportError.
+    Raises: ExportError; UsageError when the folder holds anything else, which is left as it is.
     """
     mark = root / "deployment.json"
     data = root / "data"
-    if mark.exists() and json.loads(mark.read_text()) == {"seed": seed}:
+    made_by = seed_of(mark)
+    if made_by == seed:
         say("== deployment of an earlier call")
         private = scan(data / DEVICES[0] / "test", None).classes
         train, test = (tuple(data / device / part for device in DEVICES) for part in ("train", "test"))
         return DemoFolders(data / "public", train, test, private, "")
-    if mark.exists() or not any(root.iterdir()):
-        shutil.rmtree(root)
-        root.mkdir()
-    else:
+    if made_by is not None:
+        raise UsageError(
+            f"{root} holds the deployment of seed {made_by}, not of {seed}",
+            f"choose another folder with -o, or give --seed {made_by}",
+        )
+    if any(root.iterdir()):
         raise UsageError(f"{root} is not empty and holds no deployment", "choose another folder with -o")
     say("== deployment")
     options = demo.parse(["--seed", str(seed), "-o", str(root)])
@@ -168,6 +177,15 @@ def deploy(root: Path, seed: int) -> DemoFolders:
     (root / "classes.txt").write_text("\n".join(folders.classes) + "\n")
     mark.write_text(json.dumps({"seed": seed}) + "\n")
     return folders
+
+
+def seed_of(mark: Path) -> int | None:
+    """The seed that made a deployment; None where there is no whole one."""
+    try:
+        seed = json.loads(mark.read_text())["seed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return seed if isinstance(seed, int) else None
 
 
 class Command:

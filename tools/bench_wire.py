@@ -30,7 +30,7 @@ from contract.errors import UsageError
 from tools import make_keys
 from tools.bench_wire_control import Control, Order
 
-STOP_S = 20.0
+START_S, STOP_S = 60.0, 20.0
 SITE = "site"
 
 
@@ -344,7 +344,7 @@ def main() -> int:
         options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds
     )
     python = str(options.device_python)
-    version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
+    version = version_of(python)
     say(f"measuring with {sizes.devices} devices on Python {version}")
     document: dict[str, object] = {"device_python": version, "cpus": os.cpu_count(), "sizes": vars(sizes)}
     document |= {"profile": profile(sizes, python)} if options.profile else measure(sizes, python)
@@ -353,6 +353,25 @@ def main() -> int:
     else:
         print(to_text(document))
     return 0
+
+
+def version_of(python: str) -> str:
+    """The version of an interpreter that has what a device needs.
+
+    Raises: UsageError when it cannot be started, or lacks a package.
+    """
+    cure = "give --device-python an interpreter that has this project's device packages"
+    program = "import platform, onnxruntime, edge_runtime.client; print('Python', platform.python_version())"
+    try:
+        done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=START_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no answer in {START_S:g} s"
+        raise UsageError(f"--device-python {python} cannot be run: {reason}", cure) from error
+    words = done.stdout.split()
+    if done.returncode or len(words) != 2 or words[0] != "Python":
+        said = (done.stderr.strip().splitlines() or ["it is no Python"])[-1]
+        raise UsageError(f"--device-python {python} cannot run a device: {said}", cure)
+    return words[1]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

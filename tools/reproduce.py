@@ -15,21 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from contract import manifest as manifests
+from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from edge_runtime.engines import engine_names
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from tools.output import open_output
 from tools.reproduce_rows import ALPHA, Cell, Laboratory
 from tools.reproduce_table import METHODS, Row, results_of, summarise
-from tools.reproduce_world import ROOT, World, alone, export_package, full_world, quick_world
+from tools.reproduce_world import ARCHIVES, ROOT, World, alone, export_package, full_world, listing, quick_world
 
 ROW_SCHEMA = 1
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    root = options.output.resolve()
+    root = open_output(options.output)
     world = prepare(options, root / "scratch" / ("quick" if options.quick else "full"))
     laboratory: list[Laboratory] = []  # opened for the first row that is not finished
 
@@ -61,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--test-images", type=int, metavar="N", help="sample of the test images (default: all)")
     parser.add_argument(
-        "--shared", type=Path, metavar="DIR", help="data/ and models/ (default: ../shared of the checkout)"
+        "--shared", type=Path, metavar="DIR", help=f"holds {listing(ARCHIVES)} (default: ../shared of the checkout)"
     )
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
@@ -70,13 +72,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.seeds = options.seeds or ([1] if options.quick else [1, 42, 215])
     options.shots = options.shots or ([5] if options.quick else [5, 10])
     options.engine = options.engine or ("onnxruntime" if options.quick else "torch")
-    if options.quick and (options.shared or options.test_images):
-        raise UsageError("--shared and --test-images belong to the full reproduction", "leave out --quick, or these")
-    if min(options.shots) < 1 or min(options.seeds) < 0 or not all(0 <= kappa <= 1 for kappa in options.kappas):
-        raise UsageError("expected --shots of 1 or more, --seeds of 0 or more and --kappas from 0 to 1", "correct them")
+    check(options)
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises: UsageError that names the option."""
+    for flag, given in (("--shared", options.shared), ("--test-images", options.test_images)):
+        if options.quick and given is not None:
+            raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+    for flag, values, lowest, highest in (
+        ("--shots", options.shots, 1, INT_MAX),
+        ("--seeds", options.seeds, 0, INT_MAX),
+        ("--kappas", options.kappas, 0, 1),
+    ):
+        for value in values:
+            if not lowest <= value <= highest:
+                raise UsageError(f"{flag} has {value}, expected {lowest} to {highest}", f"correct {flag}")
     if options.test_images is not None and options.test_images < 1:
         raise UsageError(f"--test-images must be 1 or more, found {options.test_images}", "leave it out to take all")
-    return options
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

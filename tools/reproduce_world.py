@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 FULL_MODEL = "vit_small_patch16_224"
 FULL_ARGS = {"img_size": 64, "patch_size": 8, "num_classes": 200}
 FULL_SPLIT = 8
+ARCHIVES = ("data/cifar10.zip", "data/tinyimagenet_server.zip", "models/vit_small_p8_64_tin200.safetensors")
 DEVICE = "device-a"  # the one device of the full world's site
 
 
@@ -102,12 +103,12 @@ def quick_world(root: Path) -> World:
 
 def full_world(root: Path, shared: Path, test_images: int | None) -> World:
     """CIFAR-10 at 64 px on one device. Raises: DataError when an archive is missing."""
-    archive, public_archive = shared / "data" / "cifar10.zip", shared / "data" / "tinyimagenet_server.zip"
-    weights = shared / "models" / "vit_small_p8_64_tin200.safetensors"
+    archive, public_archive, weights = (shared / name for name in ARCHIVES)
     for path in (archive, public_archive, weights):
         if not path.is_file():
             raise DataError(
-                f"the full reproduction needs {path}, which does not exist", "give --shared DIR, or use --quick"
+                f"the full reproduction needs {path}, which does not exist",
+                f"give --shared DIR, where DIR holds {listing(ARCHIVES)}; or use --quick, which needs no files",
             )
     public = made(root / "public", lambda path: unpack(public_archive, path, members(public_archive)))
     tested = members(archive, "cifar10/test/")
@@ -124,6 +125,11 @@ def full_world(root: Path, shared: Path, test_images: int | None) -> World:
     note = f"CIFAR-10 at 64 px, {len(chosen)} test images, one device; Tiny-ImageNet subset public"
     images = public / "tinyimagenet" / "train"
     return World("full", root, FULL_MODEL, FULL_ARGS, weights, images, note, site)
+
+
+def listing(names: Sequence[str]) -> str:
+    """Names in words."""
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def draw_shots(names: Sequence[str], shots: int, seed: int) -> list[str]:

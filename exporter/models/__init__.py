@@ -32,11 +32,12 @@ class FoldSites:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the exporter must know of a whole model before it cuts it: block count, tokens and width."""
+    """What the exporter must know of a whole model before it cuts it: layers, and tokens with their width."""
 
-    depth: int
-    layout: TokenLayout
+    depth: int  # of what a cut can lie behind: blocks or layers
+    layout: TokenLayout | None  # None: a convolutional network, whose features are no tokens
     input_shape: tuple[int, int, int]  # (3, height, width)
+    layers: tuple[str, ...]  # name of each, as the model's own module path
 
 
 class Family(Protocol):
@@ -51,6 +52,12 @@ class Family(Protocol):
     def fold_sites(self, frontend: nn.Module) -> FoldSites: ...
 
 
+def image_shape(model: nn.Module) -> tuple[int, int, int]:
+    """(3, height, width) of a model that takes any size: as it was asked for, or as it was trained."""
+    height, width = getattr(model, "image_size", None) or model.pretrained_cfg["input_size"][1:]
+    return (3, int(height), int(width))
+
+
 def family_names() -> tuple[str, ...]:
     """Names of the files in this folder."""
     return tuple(sorted(entry.name for entry in pkgutil.iter_modules(__path__) if not entry.name.startswith("_")))
@@ -63,7 +70,7 @@ def family_of(model: nn.Module) -> tuple[str, Family]:
             return name, family
     raise ExportError(
         f"{type(model).__name__} belongs to no family that can be split (known families: {', '.join(family_names())})",
-        "choose a timm VisionTransformer (vit_*, deit_*, deit3_*), or add a file to exporter/models",
+        "choose a timm VisionTransformer (vit_*, deit_*, deit3_*), ResNet or VGG, or add a file to exporter/models",
     )
 
 

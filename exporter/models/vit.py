@@ -74,7 +74,8 @@ def facts(model: VisionTransformer) -> Facts:
     height, width = model.patch_embed.img_size
     grid = (int(model.patch_embed.grid_size[0]), int(model.patch_embed.grid_size[1]))
     layout = TokenLayout(prefix=int(model.num_prefix_tokens), grid=grid, dim=int(model.embed_dim))
-    return Facts(depth=len(model.blocks), layout=layout, input_shape=(3, int(height), int(width)))
+    layers = tuple(f"blocks.{place}" for place in range(len(model.blocks)))
+    return Facts(depth=len(layers), layout=layout, input_shape=(3, int(height), int(width)), layers=layers)
 
 
 def cut(model: VisionTransformer, k: int) -> tuple[Frontend, Backend]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Gradient
+from contract.messages import Activations, Gradient, Settled, Update
 
 from ..store import Upload
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..backend import Backend
+    from ..split_model import Shipped
 
 Tensors = Mapping[str, np.ndarray]
 Metric = float | int | str | None
@@ -46,18 +47,30 @@ class Settings:
     augmentations: int
     replaced: float  # share of the patches
     seed: int
-    backend_lr: float
-    head_lr: float
+    backend_lr: float = 0.0
+    head_lr: float = 0.0
+    # What follows is for the strategies that train on devices.
+    batch: int = 64
+    learning_rate: float = 0.01
+    schedule: str = "constant"
+    warmup: int = 0  # epochs
+    local_epochs: int = 1
+    cuts: str = ""  # as `plan.parse_cuts` reads it
+    quorum: int = 0  # 0 waits for all
 
 
 @dataclass(frozen=True)
 class Ask:
     """A question to devices. `name` is unique within the site's run and the same after a restart, so that a device may
     answer a repeated question from its memory; `tensors` holds, for each asked device, what its question carries.
+    `parameters` are all devices', `own` each device's, on top of them.
 
     `step` numbers a question that moves a part of the model on the device: both sides then go back to a common
     checkpoint when one has lost its newest. Numbers rise from 1. `quorum` answers are enough when the other devices are
-    away or stuck; None waits for all.
+    away or stuck; None waits for all. Never both: a device whose late step the server went on without would stand where
+    no checkpoint of the server's does, and take its site back for ever.
+
+    Raises: ValueError for a question with both.
     """
 
     name: str
@@ -66,26 +79,38 @@ class Ask:
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
     step: int | None = None
     quorum: int | None = None
+    own: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.quorum is not None:
+            raise ValueError(
+                f"Ask {self.name!r} has step {self.step} and quorum {self.quorum}: a question that moves a part of the "
+                "model on the devices must wait for all of them; leave one of the two out"
+            )
 
 
 @dataclass(frozen=True)
 class Record:
-    """A line for metrics.jsonl, and a moment when `state()` is whole: the conductor may keep a checkpoint here."""
+    """A line for metrics.jsonl, and a moment when `state()` is whole: the conductor may keep a checkpoint here. Without
+    values it is such a moment and no line."""
 
     values: Mapping[str, Metric]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A moment between two steps, at which the torch process may serve others; `text` is what people are told."""
+    """A moment between two steps, at which the torch process may serve others; `text` is what people are told.
+
+    It returns True when a checkpoint is due: a strategy whose `state()` is not whole here then makes it so, and yields
+    a `Record` without values."""
 
     text: str
     step: int
 
 
-Reply = Upload | Gradient
+Reply = Upload | Gradient | Settled | Activations | Update
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
-Conduct = Generator[Ask | Record | Progress, Replies, None]
+Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 
 
 @dataclass(frozen=True)
@@ -113,12 +138,26 @@ class Strategy(Protocol):
         ...
 
 
+class PartStrategy(Protocol):
+    """One site's training on devices; where it differs from `Strategy`: what it predicts from."""
+
+    def run(self, site: Site) -> Conduct: ...
+
+    def state(self) -> State: ...
+
+    def load(self, site: Site, state: State) -> None: ...
+
+    def predict_part(self, device: str, values: np.ndarray) -> np.ndarray:
+        """Values (B,n) f32 or f16 of a device's part -> logits (B,C) f32; in client-head mode features (B,f) f32."""
+        ...
+
+
 class StrategyModule(Protocol):
     """What a file of this folder offers."""
 
     LABEL_MODES: tuple[str, ...]
 
-    def build(self, backend: Backend, settings: Settings) -> Strategy: ...
+    def build(self, backend: Backend | Shipped, settings: Settings) -> Strategy | PartStrategy: ...
 
 
 def names() -> tuple[str, ...]:

@@ -18,7 +18,20 @@ from safetensors.numpy import save as save_safetensors
 from contract.canonical import INT_MAX
 from contract.codec import LIMITS, Assembler, Limits, decode, encode, prepare, reopen, split
 from contract.errors import LocalProtocolError, RemoteProtocolError
-from contract.messages import Ask, Challenge, Features, Heartbeat, Hello, Message, Scores, choose_protocol, tensors_of
+from contract.messages import (
+    Activations,
+    Ask,
+    Challenge,
+    Features,
+    Heartbeat,
+    Hello,
+    Message,
+    Scores,
+    Settled,
+    Update,
+    choose_protocol,
+    tensors_of,
+)
 from tests.golden.samples import FOLDER, MESSAGES, numbers
 
 
@@ -100,6 +113,81 @@ def test_features_survive_in_every_shape(shape: tuple[int, int, int], sources: b
     frame = encode(message, seq=1, ack=0)
     assert len(frame) <= prepare(message).size_bytes <= len(frame) + 60
     assert same(decode(frame).message, message)
+
+
+@given(samples=st.integers(0, INT_MAX))
+def test_counts_of_settled_survive(samples: int) -> None:
+    assert decode(encode(Settled("a", samples), seq=1, ack=0)).message == Settled("a", samples)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    kind=st.sampled_from([np.float16, np.float32]),
+    labels=st.booleans(),
+    infer=st.booleans(),
+)
+def test_activations_survive_in_every_shape_and_precision(
+    shape: tuple[int, int], kind: type[np.generic], labels: bool, infer: bool
+) -> None:
+    rng = np.random.default_rng(shape)
+    named = rng.integers(0, 65536, shape[0]).astype(np.uint16) if labels else None
+    values = rng.normal(size=shape).astype(kind)
+    message = Activations("a", 2, 10, "infer" if infer else "train", values, named)
+    frame = encode(message, seq=1, ack=0)
+    assert len(frame) <= prepare(message).size_bytes <= len(frame) + 60
+    assert same(decode(frame).message, message)
+
+
+TENSOR_NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.]{0,127}", fullmatch=True)
+SHAPES = st.lists(st.integers(1, 3), max_size=8).map(tuple)
+
+
+@given(shapes=st.dictionaries(TENSOR_NAMES, SHAPES, max_size=6))
+def test_parameters_survive_by_any_name_and_in_any_shape(shapes: dict[str, tuple[int, ...]]) -> None:
+    rng = np.random.default_rng(len(shapes))
+    tensors = {name: np.asarray(rng.normal(size=shape), np.float32) for name, shape in shapes.items()}
+    update = Update("a", 9, 4, -0.5, 3, tensors)
+    load = Ask("a", "load_part", {"step": 1, "after": 0, "base": 0, "cut": 1}, 1.0, tensors)
+    for message in (update, load):
+        found = decode(encode(message, seq=1, ack=0)).message
+        assert same(found, message)
+        assert {name: each.shape for name, each in tensors_of(found).items()} == shapes
+
+
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    kind=st.sampled_from([np.float16, np.float32, np.int8]),
+    rate=st.floats(0, 1e6),
+)
+def test_gradients_survive_in_every_precision(shape: tuple[int, int], kind: type[np.generic], rate: float) -> None:
+    rng = np.random.default_rng(shape)
+    tensors = {"gradient": rng.integers(-127, 128, shape).astype(kind)}
+    if kind is np.int8:
+        tensors["scales"] = rng.random(shape[0], np.float32)
+    numbers = {"step": 3, "after": 2, "base": 0, "batch": 1, "rate": rate}
+    message = Ask("a", "settle", numbers, 1.0, tensors)
+    assert same(decode(encode(message, seq=1, ack=0)).message, message)
+
+
+def test_the_parameters_of_a_model_with_many_layers_fit() -> None:
+    # DenseNet-201 has 1,206 tensors of this kind; their description alone has over 100 kB.
+    name = "features.denseblock4.denselayer{}.norm2.running_mean"
+    message = Update("a", 1, 1, 0.0, 0, {name.format(number): np.ones(1, np.float32) for number in range(1206)})
+    assert same(decode(encode(message, seq=1, ack=0)).message, message)
+
+
+def test_more_tensors_than_a_reader_takes_are_our_error() -> None:
+    tensors = {f"layer{number}": np.ones(1, np.float32) for number in range(5000)}
+    with pytest.raises(LocalProtocolError, match="update: description of its tensors: expected at most 262144 bytes"):
+        encode(Update("a", 1, 1, 0.0, 0, tensors), seq=1, ack=0)
+
+
+def test_an_update_larger_than_a_frame_goes_in_chunks() -> None:
+    values = np.random.default_rng(0).normal(size=700_000).astype(np.float32)
+    message = Update("a", 1, 1, 0.0, 0, {"w": values, "scale": np.asarray(2, np.float32)})
+    assembler = Assembler()
+    *_, whole = [assembler.add(chunk) for chunk in split(prepare(message).parts(0, 0))]
+    assert whole is not None and same(decode(whole, LIMITS.object_bytes).message, message)
 
 
 @given(st.text(max_size=30))

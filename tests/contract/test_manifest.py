@@ -67,6 +67,8 @@ VALID = {
     ),
     "array_that_ends_with_the_file": change("cuts.0.weights.1.bias_offset", 1024 - 16),
     "weight_without_bias": change("cuts.0.weights.0.bias_offset", None),
+    "no_cut_but_parts_to_train": lambda whole: change("files.1.name", "training.json")(change("cuts", [])(whole)),
+    "a_cut_and_parts_to_train": change("files.1.name", "training.json"),
     "several_cuts": lambda whole: change("cuts", [whole["cuts"][0], {**whole["cuts"][0], "index": 4}])(whole),
 }
 
@@ -117,6 +119,10 @@ INVALID: dict[str, tuple[Callable[[Document], Document], str]] = {
     "file_size_negative": (change("files.0.size_bytes", -1), "files[0].size_bytes: expected 0 or more"),
     "file_digest_short": (change("files.0.sha256", "00"), "files[0].sha256: expected 64 hex digits"),
     "no_cut": (change("cuts", []), "cuts: expected 1 to"),
+    "no_cut_and_a_file_of_nearly_that_name": (
+        lambda whole: change("files.1.name", "Training.json")(change("cuts", [])(whole)),
+        "cuts: expected 1 to",
+    ),
     "cut_twice": (lambda whole: change("cuts", whole["cuts"] * 2)(whole), "cuts.index: expected each one once"),
     "cut_of_no_block": (change("cuts.0.index", 0), "cuts[0].index: expected 1 to depth (12)"),
     "cut_beyond_depth": (change("cuts.0.index", 13), "cuts[0].index: expected 1 to depth (12)"),

@@ -14,12 +14,14 @@ from contract.messages import (
     PROTOCOL,
     PROTOCOL_MIN,
     TENSORS,
+    Activations,
     Ask,
     Chunk,
     Features,
     Gradient,
     Message,
     Scores,
+    Update,
     choose_protocol,
     tensors_of,
 )
@@ -40,7 +42,9 @@ def array_fields(kind: type[Message]) -> set[str]:
 def test_no_message_has_a_field_for_energy_power_or_noise_strength() -> None:
     secret = ("energy", "power", "joule", "watt", "alpha", "ceiling", "_j", "_w", "battery", "image", "pixel")
     named = {f"{kind}.{field.name}" for kind, cls in MESSAGES.items() for field in dataclasses.fields(cls)}
-    named |= {f"ask.{kind}.{name}" for kind, rule in ASK_KINDS.items() for name in (*rule.parameters, *rule.tensors)}
+    named |= {
+        f"ask.{kind}.{name}" for kind, rule in ASK_KINDS.items() for name in (*rule.parameters, *(rule.tensors or ()))
+    }
     found = [name for name in named if any(word in name.split(".")[-1] or name.endswith(word) for word in secret)]
     assert found == []
 
@@ -58,13 +62,15 @@ def test_every_message_is_frozen_and_documented_by_who_sends_it() -> None:
 
 def test_tensor_rules_name_exactly_the_array_fields() -> None:
     for kind, cls in MESSAGES.items():
-        expected = set(TENSORS.get(kind, ())) if cls is not Ask else {"tensors"}
+        expected = set(TENSORS.get(kind, ())) if cls not in (Ask, Update) else {"tensors"}
         assert array_fields(cls) == expected, kind
 
 
 def test_optional_tensors_that_are_none_do_not_travel() -> None:
     assert set(tensors_of(SAMPLES["features"])) == {"sample_ids", "codes", "sources", "labels"}
     assert set(tensors_of(SAMPLES["features_bare"])) == {"sample_ids", "codes"}
+    assert set(tensors_of(SAMPLES["activations"])) == {"values", "labels"}
+    assert set(tensors_of(SAMPLES["activations_bare"])) == {"values"}
     assert tensors_of(SAMPLES["bye"]) == {}
 
 
@@ -96,6 +102,8 @@ def test_older_device_is_told_to_upgrade() -> None:
 
 F32 = np.ones((2, 3), np.float32)
 U8 = np.zeros((2, 16), np.uint8)
+I8 = np.ones((2, 3), np.int8)
+NAN = np.float32("nan")
 
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("hello", {"device": "../../etc"}, "hello.device: expected a name"),
@@ -144,7 +152,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("bye", {"reason": "x" * 1001}, "bye.reason: expected"),
     ("ask", {"ask": "a b"}, "ask.ask: expected a name"),
     ("ask", {"kind": "collect_feature"}, "ask.kind: expected a known kind (did you mean 'collect_features'?)"),
-    ("ask", {"kind": "os.system"}, "ask.kind: expected a known kind (known: collect_features, head_step, score_batch)"),
+    ("ask", {"kind": "os.system"}, "ask.kind: expected a known kind (known: batch_loss, collect_features, forward, "),
     ("ask", {"idle_progress_s": 0.0}, "ask.idle_progress_s: expected more than 0"),
     ("ask", {"parameters": {"kappa": 1.0}}, "ask.parameters of collect_features: expected 'seed', found none"),
     ("ask", {"parameters": {"kappa": 1.0, "seed": 1, "alpha": 0.0}}, "expected only kappa, seed, found 'alpha'"),
@@ -155,6 +163,80 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("ask_score_batch", {"tensors": {"logits": F32[:1], "sample_ids": U8}}, "tensor sample_ids: expected uint8 1x16"),
     ("ask_score_batch", {"tensors": {"logits": U8, "sample_ids": U8}}, "tensor logits: expected float32 BxC"),
     ("ask_score_batch", {"tensors": {"logits": F32 * INFINITY, "sample_ids": U8}}, "expected finite values"),
+    ("ask", {"parameters": {"kappa": 1.0, "seed": -1}}, "ask.parameters.seed: expected 0 or more, 63 bits, found -1"),
+    ("ask", {"parameters": {"kappa": 1.0, "seed": 2**63}}, "ask.parameters.seed: expected 0 or more, 63 bits"),
+    ("ask_load_part", {"parameters": {"step": 8, "after": 7, "base": 4}}, "of load_part: expected 'cut', found none"),
+    ("ask_load_part", {"tensors": {"a b": F32}}, "ask load_part: tensors: expected names of a model's tensors"),
+    ("ask_load_part", {"tensors": {"": F32}}, "expected names of a model's tensors, found ''"),
+    ("ask_load_part", {"tensors": {".weight": F32}}, "expected names of a model's tensors"),
+    ("ask_load_part", {"tensors": {"../weight": F32}}, "expected names of a model's tensors"),
+    ("ask_load_part", {"tensors": {"w\n": F32}}, "expected names of a model's tensors"),
+    ("ask_load_part", {"tensors": {"gewicht\u00e4": F32}}, "expected names of a model's tensors"),
+    ("ask_load_part", {"tensors": {"w" * 129: F32}}, "expected names of a model's tensors"),
+    (
+        "ask_load_part",
+        {"tensors": {"w": F32[:0]}},
+        "tensor w: expected float32 of one value or more, found float32 0x3",
+    ),
+    ("ask_load_part", {"tensors": {"w": F32.astype(np.float64)}}, "tensor w: expected float32 of one value or more"),
+    ("ask_load_part", {"tensors": {"w": F32 * NAN}}, "tensor w: expected finite values"),
+    ("ask_local_round", {"tensors": {"w": F32 * -INFINITY}}, "ask local_round: tensor w: expected finite values"),
+    ("ask_local_round", {"tensors": {"w": F32.astype(np.float16)}}, "float32 of one value or more, found float16 2x3"),
+    ("ask_forward", {"tensors": {"grad": F32}}, "ask forward: tensors: expected only gradient, scales, found 'grad'"),
+    ("ask_forward", {"tensors": {"gradient": F32[0]}}, "tensor gradient: expected float32 or float16 or int8 Bxn"),
+    ("ask_forward", {"tensors": {"gradient": F32.astype(np.uint8)}}, "tensor gradient: expected float32 or float16"),
+    ("ask_forward", {"tensors": {"gradient": F32[:, :0]}}, "tensor gradient: expected float32 or float16 or int8 2x0"),
+    ("ask_forward", {"tensors": {"gradient": F32 * NAN}}, "tensor gradient: expected finite values"),
+    (
+        "ask_forward",
+        {"tensors": {"gradient": I8, "scales": F32[0]}},
+        "tensor scales: expected float32 2, found float32 3",
+    ),
+    ("ask_forward", {"tensors": {"gradient": I8, "scales": F32[:, 0] * NAN}}, "tensor scales: expected finite values"),
+    (
+        "ask_forward",
+        {"tensors": {"gradient": I8, "scales": np.ones(2)}},
+        "tensor scales: expected float32 2, found float64",
+    ),
+    (
+        "ask_settle",
+        {"tensors": {"gradient": (F32 * INFINITY).astype(np.float16)}},
+        "tensor gradient: expected finite values",
+    ),
+    ("ask_batch_loss", {"tensors": {}}, "ask batch_loss: tensors: expected 'values', found none"),
+    ("ask_batch_loss", {"tensors": {"values": F32.astype(np.float16)}}, "tensor values: expected float32 BxC"),
+    ("ask_upload_part", {"tensors": {"w": F32}}, "ask upload_part: tensors: expected only nothing, found 'w'"),
+    ("settled", {"ask": ""}, "settled.ask: expected a name"),
+    ("settled", {"samples": -1}, "settled.samples: expected 0 or more"),
+    ("activations", {"ask": "a/b"}, "activations.ask: expected a name"),
+    ("activations", {"batch": -1}, "activations.batch: expected 0 or more"),
+    ("activations", {"total": 2**63}, "activations.total: expected 0 or more"),
+    ("activations", {"total": 1}, "activations.total: expected at least the 2 images of this batch, found 1"),
+    ("activations", {"values": None}, "activations: tensors: expected 'values', found none"),
+    ("activations", {"values": I8}, "tensor values: expected float32 or float16 Bxn, found int8 2x3"),
+    ("activations", {"values": np.ones((2, 3))}, "tensor values: expected float32 or float16 Bxn, found float64 2x3"),
+    ("activations", {"values": F32[:, None]}, "tensor values: expected float32 or float16 Bxn, found float32 2x1x3"),
+    ("activations", {"values": F32[:, :0]}, "tensor values: expected float32 or float16 2x0"),
+    ("activations", {"values": F32 * NAN}, "tensor values: expected finite values"),
+    ("activations", {"values": F32.astype(np.float16) * NAN}, "tensor values: expected finite values"),
+    ("activations", {"labels": np.zeros(3, np.uint16)}, "tensor labels: expected uint16 2, found uint16 3"),
+    ("activations", {"labels": np.zeros(2, np.int64)}, "tensor labels: expected uint16 2, found int64 2"),
+    ("activations", {"labels": np.zeros((2, 1), np.uint16)}, "tensor labels: expected uint16 2, found uint16 2x1"),
+    ("update", {"ask": " "}, "update.ask: expected a name"),
+    ("update", {"samples": -1}, "update.samples: expected 0 or more"),
+    ("update", {"count": -1}, "update.count: expected 0 or more"),
+    ("update", {"mean_loss": NAN}, "update.mean_loss: expected a finite loss"),
+    ("update", {"mean_loss": INFINITY}, "update.mean_loss: expected a finite loss"),
+    ("update", {"correct": 129}, "update.correct: expected 0 to 128, found 129"),
+    ("update", {"correct": -1}, "update.correct: expected 0 to 128, found -1"),
+    ("update", {"tensors": {"a-b": F32}}, "update: tensors: expected names of a model's tensors, found 'a-b'"),
+    (
+        "update",
+        {"tensors": {"w": F32[:0]}},
+        "update: tensor w: expected float32 of one value or more, found float32 0x3",
+    ),
+    ("update", {"tensors": {"w": F32.astype(">f4")}}, "update: tensor w: expected float32 of one value or more"),
+    ("update", {"tensors": {"w": F32 * NAN}}, "update: tensor w: expected finite values"),
     ("features", {"ask": "x" * 65}, "features.ask: expected a name"),
     ("features", {"batch": -1}, "features.batch: expected 0 or more"),
     ("features", {"total": 1}, "features.total: expected at least the 2 samples of this batch, found 1"),
@@ -198,6 +280,6 @@ def test_logits_and_features_answer_alike() -> None:
 
 def test_messages_with_arrays_compare_by_identity_and_others_by_value() -> None:
     # An `==` over arrays has no single truth; the generated one would raise.
-    with_arrays = (Ask, Features, Scores, Gradient, Chunk)
+    with_arrays = (Ask, Features, Scores, Gradient, Activations, Update, Chunk)
     for name, message in SAMPLES.items():
         assert (dataclasses.replace(message) == message) != isinstance(message, with_arrays), name

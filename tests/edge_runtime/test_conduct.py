@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,62 +14,16 @@ import pytest
 from contract.canonical import to_json
 from contract.errors import AuthError, DataError, DeviceError, RefusedError, RemoteProtocolError
 from contract.keyed_noise import class_list_hash, permutation
-from contract.messages import Ask, Bye, Features, Message, Refuse, Scores, Welcome
-from contract.signature import load_public
+from contract.messages import Ask, Bye, Features, Message, Refuse, Scores
 from contract.tokens import augment, dequantize, wire_steps
 from edge_runtime import pipeline
-from edge_runtime.conduct import Conduct
-from edge_runtime.config import DeviceConfig
-from edge_runtime.delivery import Delivery, DeliveryLimits, is_outdated, is_quick, read_note
-from edge_runtime.equip import Equipment, equip
+from edge_runtime.delivery import DeliveryLimits, is_outdated, is_quick, read_note
 from edge_runtime.predictions import accuracy, predict
-from edge_runtime.run import draws_of
-from edge_runtime.spool import Spool
-from edge_runtime.unanswered import Unanswered
 from tests.edge_runtime.fake_package import LAYOUT, Package, write_device, write_images, write_package
-from tests.edge_runtime.memory_server import MemoryServer, connect, exchange
+from tests.edge_runtime.line import Line
+from tests.edge_runtime.memory_server import MemoryServer
 
 COUNTS = {"apple": 5, "Zebra": 4, "äpfel": 3}
-
-
-class Line:
-    """One device and one server, with everything between them but sockets."""
-
-    def __init__(
-        self, root: Path, config: DeviceConfig, package: Package, purpose: str = "adapt", **welcome: object
-    ) -> None:
-        self.said: list[str] = []
-        self.stop = threading.Event()
-        self.equipment: Equipment = equip(config, purpose, self.stop, self.said.append)  # type: ignore[arg-type]
-        terms = self.equipment.terms
-        values: dict[str, object] = {
-            "session": "s1",
-            "run": "run-1",
-            "site": "clinic",
-            "strategy": "split_adaptation",
-            "label_mode": config.label_mode,
-            "class_count": terms.class_count,
-            "class_list_hash": terms.class_list_hash,
-            "package_digest": package.digest.hex(),
-            "kappa": 1.0,
-            "seed": 7,
-            "credit": 4,
-            "heartbeat_s": 10.0,
-            "last_seq": 0,
-        }
-        self.server = MemoryServer(load_public(root / "device.pub"), Welcome(**values | welcome))  # type: ignore[arg-type]
-        self.spool = Spool(self.equipment.state.spool / purpose, self.said.append)
-        self.window = Unanswered("infer-1", self.spool) if purpose == "infer" else None
-        self.conduct = Conduct(self.equipment.identity, terms, self.equipment.purpose, self.spool, self.window)
-        self.delivery = Delivery(self.equipment.worker, self.spool, draws_of(config), self.window, self.stop)
-
-    def run(self, until: object = None) -> None:
-        connect(self.conduct, self.server)
-        exchange(self.conduct, self.delivery, self.server, until or (lambda: self.conduct.outcome is not None))  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.stop.set()
-        self.equipment.state.close()
 
 
 @pytest.fixture

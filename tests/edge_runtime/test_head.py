@@ -64,7 +64,7 @@ def test_a_checkpoint_comes_back_bit_for_bit() -> None:
     head, loss = head_step(
         new_head(3, 4, np.random.default_rng(3)), np.ones((2, 4), np.float32), np.array([0, 2]), 1e-3
     )
-    checkpoint = HeadCheckpoint(head, "run-1", 1, "run-1.step-1", loss)
+    checkpoint = HeadCheckpoint(head, "run-1", 1, 0, "run-1.step-1", loss)
     again = checkpoint_from_bytes(checkpoint_to_bytes(checkpoint))
     assert checkpoint_to_bytes(again) == checkpoint_to_bytes(checkpoint)
     assert (again.run, again.ask, again.head.step) == ("run-1", "run-1.step-1", 1)

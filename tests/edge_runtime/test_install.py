@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from contract import training
 from contract.errors import (
     CutlayerError,
     EngineError,
@@ -18,7 +20,8 @@ from contract.errors import (
     SignatureError,
 )
 from contract.signature import generate, key_id, sign
-from edge_runtime.engines import open_engine
+from contract.training import PARAMETERS_NAME, TRAINING_NAME, AugmentRule, OptimiserRule, TrainingCut, TrainingPlan
+from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install, signal_to_noise_db
 from tests.edge_runtime.fake_package import PUBLISHER, Package, write_package
 
@@ -210,6 +213,81 @@ def republish(package: Package, golden: dict[str, np.ndarray], folder: Path) -> 
     (folder / "manifest.json").write_bytes(signed)
     (folder / "manifest.sig").write_bytes(sign(PUBLISHER, signed))
     return folder
+
+
+# Packages of parts to be trained, without a frontend
+
+PART = TrainingCut(
+    1, 4, "conv1", "cut1.forward.onnx", "cut1.backward.onnx", "cut1.evaluate.onnx", (8, 4, 4), ("conv1.weight",), (),
+    (), 0, 1000, "none",
+)  # fmt: skip
+PLAN = TrainingPlan(
+    training.FORMAT, "sequential_split", False, None, (PART,), OptimiserRule(), AugmentRule(), "float32", "float32"
+)
+
+
+def write_parts(folder: Path, *, version: int = 1, listed: bytes | None = None, lacks: str = "") -> Path:
+    """A signed package of one part; `listed` is another training.json, `lacks` a file that is left out."""
+    files = {name: name.encode() for name in (PART.forward, PART.backward, PART.evaluate, PARAMETERS_NAME)}
+    files[TRAINING_NAME] = training.to_bytes(PLAN) if listed is None else listed
+    files.pop(lacks, None)
+    return write_package(folder, version=version, cuts=(), contents=files).folder
+
+
+def put_parts(folder: Path, packages: Path) -> Installed:
+    def opened(path: Path) -> Engine:
+        raise AssertionError(f"{path} is no frontend")
+
+    packages.mkdir(exist_ok=True)
+    return install(folder, packages, TRUSTED, opened, lambda text: None)
+
+
+def test_parts_to_be_trained_are_installed_without_a_frontend(tmp_path: Path, packages: Path) -> None:
+    folder = write_parts(tmp_path / "parts")
+    for _ in range(2):  # copied, then found whole
+        installed = put_parts(folder, packages)
+        assert installed.training == PLAN and installed.manifest.cuts == () and installed.golden_snr_db is None
+    assert (installed.folder / PARAMETERS_NAME).read_bytes() == PARAMETERS_NAME.encode()
+    with pytest.raises(PackageError, match="no frontend"):
+        _ = installed.onnx
+    assert put(write_package(tmp_path / "front", version=2).folder, packages).training is None
+
+
+@pytest.mark.parametrize("file", [PART.forward, PART.backward, PART.evaluate, PARAMETERS_NAME, TRAINING_NAME])
+@pytest.mark.parametrize("harm", [flip, cut_short, Path.unlink])
+def test_every_altered_file_of_a_part_is_named_and_nothing_is_installed(
+    tmp_path: Path, packages: Path, file: str, harm: Callable[[Path], object]
+) -> None:
+    folder = write_parts(tmp_path / "parts")
+    harm(folder / file)
+    with pytest.raises(PackageError, match=file):
+        put_parts(folder, packages)
+    assert names(packages) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lacks": PARAMETERS_NAME}, "the listed file parameters.safetensors"),
+        ({"lacks": PART.backward}, "the listed file cut1.backward.onnx"),
+        ({"listed": b"{}"}, "training.json"),
+        ({"listed": training.to_bytes(PLAN) + b" "}, "canonical JSON"),
+        ({"listed": training.to_bytes(PLAN).replace(b'"depth":4', b'"depth":1')}, "whole model"),
+        ({"listed": training.to_bytes(PLAN).replace(b"cut1.forward.onnx", b"cut2.forward.onnx")}, "cut2.forward"),
+    ],
+)
+def test_a_part_that_contradicts_its_package_is_refused_though_it_is_signed(
+    tmp_path: Path, packages: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ManifestError, match=said):
+        put_parts(write_parts(tmp_path / "parts", **changes), packages)
+    assert names(packages) == set()
+
+
+def test_an_older_package_of_parts_is_refused(tmp_path: Path, packages: Path) -> None:
+    put_parts(write_parts(tmp_path / "second", version=2), packages)
+    with pytest.raises(RollbackError, match="version 1 is older than the installed 2"):
+        put_parts(write_parts(tmp_path / "first", version=1), packages)
 
 
 def test_snr_tells_equal_near_far_and_broken_apart() -> None:

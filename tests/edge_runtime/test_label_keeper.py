@@ -27,8 +27,10 @@ def scoring(logits: np.ndarray, rows: tuple[int, ...], ask: str = "a") -> Ask:
     )
 
 
-def stepping(rows: tuple[int, ...], step: int, after: int | None = None, base: int = 0, dim: int = 4) -> Ask:
-    features = np.random.default_rng(step).normal(size=(len(rows), dim)).astype(np.float32)
+def stepping(
+    rows: tuple[int, ...], step: int, after: int | None = None, base: int = 0, dim: int = 4, drawn: int = 0
+) -> Ask:
+    features = np.random.default_rng([step, drawn]).normal(size=(len(rows), dim)).astype(np.float32)
     numbers: dict[str, int | float | str] = {"step": step, "after": step - 1 if after is None else after, "base": base}
     return Ask(f"s{step}", "head_step", numbers, 1.0, {"features": features, "sample_ids": ids(*rows)})
 
@@ -80,9 +82,13 @@ def weights(keeper: LabelKeeper) -> list[float]:
     return [*head.weight.ravel().tolist(), *head.bias.tolist(), *head.second_moment.ravel().tolist()]
 
 
-def train(keeper: LabelKeeper, first: int, last: int, base: int) -> None:
+def train(keeper: LabelKeeper, first: int, last: int, base: int, drawn: int = 0) -> None:
     for step in range(first, last + 1):
-        assert isinstance(keeper.step_head(stepping((0, 1, 2), step, base=base), "run-1"), Gradient)
+        assert isinstance(keeper.step_head(stepping((0, 1, 2), step, base=base, drawn=drawn), "run-1"), Gradient)
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("head.*.safetensors"))
 
 
 def test_a_server_that_lost_its_newest_checkpoint_is_followed_back(tmp_path: Path) -> None:
@@ -128,13 +134,63 @@ def test_two_kept_heads_are_enough_and_none_is_of_an_abandoned_future(tmp_path: 
     one = keeper(tmp_path / "head.safetensors")
     for step in range(1, 8):
         one.step_head(stepping((0,), step, base=step - 1), "run-1")
-    kept = sorted(path.name for path in tmp_path.glob("head.*.safetensors"))
-    assert kept == ["head.5.safetensors", "head.6.safetensors"]
+    assert kept(tmp_path) == ["head.5.safetensors", "head.6.safetensors"]
     train(one, 6, 6, base=5)  # the server went back to 5 and has its next checkpoint elsewhere
     train(one, 7, 7, base=5)
     train(one, 8, 8, base=7)
-    kept = sorted(path.name for path in tmp_path.glob("head.*.safetensors"))
-    assert kept == ["head.6.safetensors", "head.7.safetensors"]
+    assert kept(tmp_path) == ["head.5.safetensors", "head.7.safetensors"]
+
+
+def test_going_back_drops_what_was_kept_beyond_before_anything_is_kept_anew(tmp_path: Path) -> None:
+    one = keeper(tmp_path / "head.safetensors")
+    train(one, 1, 3, base=0)
+    train(one, 4, 6, base=3)
+    train(one, 7, 7, base=6)
+    assert kept(tmp_path) == ["head.3.safetensors", "head.6.safetensors"]
+    train(one, 4, 4, base=3)  # the server has gone back to 3
+    assert kept(tmp_path) == ["head.3.safetensors"]
+
+
+def test_a_step_taken_again_that_ended_elsewhere_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    """On a GPU a replay gives other features; the head of the first time was kept at that step and stayed."""
+    one, whole = keeper(tmp_path / "head.safetensors"), keeper(tmp_path / "whole.safetensors")
+    train(one, 1, 3, base=0)
+    train(one, 4, 4, base=3)
+    for each in (one, whole):
+        train(each, 1, 3, base=0, drawn=1)
+        train(each, 4, 4, base=3, drawn=1)
+    (tmp_path / "head.safetensors").write_bytes(b"torn")
+    one = keeper(tmp_path / "head.safetensors")
+    train(one, 4, 4, base=3, drawn=1)
+    assert weights(one) == weights(whole)
+
+
+def test_a_kept_head_is_replaced_by_another_of_the_same_step(tmp_path: Path) -> None:
+    one, other = keeper(tmp_path / "head.safetensors"), keeper(tmp_path / "other.safetensors")
+    train(one, 1, 3, base=0, drawn=1)
+    train(other, 1, 3, base=0)
+    train(other, 4, 4, base=3)
+    (tmp_path / "other.3.safetensors").rename(tmp_path / "head.3.safetensors")  # as after a power cut
+    one = keeper(tmp_path / "head.safetensors")
+    train(one, 4, 4, base=3, drawn=1)
+    expected = weights(one)
+    (tmp_path / "head.safetensors").write_bytes(b"torn")
+    one = keeper(tmp_path / "head.safetensors")
+    train(one, 4, 4, base=3, drawn=1)
+    assert weights(one) == expected
+
+
+def test_the_same_ask_from_another_step_is_another_step(tmp_path: Path) -> None:
+    one, whole = keeper(tmp_path / "head.safetensors"), keeper(tmp_path / "whole.safetensors")
+    train(one, 1, 2, base=0)
+    for each in (
+        one,
+        whole,
+    ):  # back at 0, the server takes step 1 without this device
+        answer = each.step_head(stepping((0, 1, 2), 2, after=0), "run-1")
+        assert isinstance(answer, Gradient)
+    assert weights(one) == weights(whole)
+    assert weights(keeper(tmp_path / "head.safetensors")) == weights(whole)
 
 
 def test_another_run_starts_another_head(tmp_path: Path) -> None:

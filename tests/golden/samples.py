@@ -1,4 +1,4 @@
-"""One message of every type and one manifest, whose bytes in protocol 1 are kept beside this file.
+"""One message of every type, one manifest and one training plan, whose bytes in protocol 1 are kept beside this file.
 
 `python -m tests.golden.samples` writes the files that are missing; one that exists is never written again, since
 devices in the field speak these bytes.
@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from contract import manifest as package
+from contract import training
 from contract.codec import encode
 from contract.images import ImageRule
 from contract.messages import (
+    Activations,
     Ask,
     Bye,
     Challenge,
@@ -27,12 +29,15 @@ from contract.messages import (
     Proof,
     Refuse,
     Scores,
+    Settled,
+    Update,
     Welcome,
 )
 from contract.tokens import Statistics, TokenLayout
 
 FOLDER = Path(__file__).parent / "protocol_1"
 MANIFEST_FILE = Path(__file__).parent / "manifest_1.json"
+TRAINING_FILE = Path(__file__).parent / "training_1.json"
 SEQ, ACK = 7, 3
 
 _DIGEST = "0123456789abcdef" * 4
@@ -70,6 +75,39 @@ MESSAGES: dict[str, Message] = {
         *("a-3", "head_step", {"step": 7, "after": 5, "base": 4}, 60.0),
         {"features": _floats(2, 5), "sample_ids": _ids(2)},
     ),
+    "ask_load_part": Ask(
+        *("a-4", "load_part", {"step": 8, "after": 7, "base": 4, "cut": 2}, 60.0),
+        {"layer1.0.conv1.weight": _floats(2, 1, 3, 3), "layer1.0.bn1.running_mean": _floats(2), "scale": _floats()},
+    ),
+    "ask_forward_first": Ask(
+        "a-5",
+        "forward",
+        {"after": 8, "batch": 0, "epoch": 1, "place": 0, "size": 64, "seed": 42, "rate": 0.125},
+        60.0,
+    ),
+    "ask_forward": Ask(
+        "a-6",
+        "forward",
+        {"after": 8, "batch": 1, "epoch": 1, "place": 1, "size": 64, "seed": 42, "rate": 0.125},
+        60.0,
+        {"gradient": _codes(2, 6), "scales": _floats(2) + np.float32(1.5)},
+    ),
+    "ask_batch_loss": Ask("a-7", "batch_loss", {"after": 8, "batch": 1}, 60.0, {"values": _floats(2, 3)}),
+    "ask_settle": Ask(
+        "a-8",
+        "settle",
+        {"step": 9, "after": 8, "base": 8, "batch": 2, "rate": 0.0625},
+        60.0,
+        {"gradient": _floats(2, 6).astype(np.float16)},
+    ),
+    "ask_upload_part": Ask("a-9", "upload_part", {"after": 9}, 60.0),
+    "ask_local_round": Ask(
+        "a-10",
+        "local_round",
+        {"cut": 4, "epoch": 3, "epochs": 2, "size": 64, "seed": 42, "rate": 0.125},
+        60.0,
+        {"head.weight": _floats(3, 2)},
+    ),
     "features": Features(
         *("a-1", 0, 3, "train", _ids(2), _codes(2, 5, 4)),
         np.arange(8, dtype=np.uint16).reshape(2, 4),
@@ -79,6 +117,13 @@ MESSAGES: dict[str, Message] = {
     "scores": Scores("infer-1", 0, _floats(1, 3)),
     "gradient": Gradient("a-2", 0.75, 1, 2, _floats(2, 3)),
     "checkpoints": Checkpoints("a-3", (0, 2, 4)),
+    "settled": Settled("a-4", 500),
+    "activations": Activations("a-5", 0, 500, "train", _floats(2, 6), np.array([1, 0], np.uint16)),
+    "activations_bare": Activations("infer-1", 1, 3, "infer", _floats(2, 6).astype(np.float16), None),
+    "update": Update(
+        *("a-9", 500, 128, 0.75, 100),
+        {"layer1.0.conv1.weight": _floats(2, 1, 3, 3), "layer1.0.bn1.running_mean": _floats(2), "scale": _floats()},
+    ),
     "chunk": Chunk(_DIGEST, 0, 2, 9, np.arange(5, dtype=np.uint8)),
     "heartbeat": Heartbeat(12, True, "training, epoch 12 of 100", 3.5),
     "bye": Bye("collected", True),
@@ -136,10 +181,55 @@ MANIFEST = package.Manifest(
 )
 
 
+TRAINING = training.TrainingPlan(
+    format=training.FORMAT,
+    strategy="parallel_split",
+    whole_model=True,
+    class_count=10,
+    cuts=(
+        training.TrainingCut(
+            index=2,
+            depth=4,
+            layer="layer1.0",
+            forward="cut_2.forward.onnx",
+            backward="cut_2.backward.onnx",
+            evaluate="cut_2.evaluate.onnx",
+            output_shape=(8, 4, 4),
+            trainable=("layer1.0.conv1.weight", "layer1.0.bn1.weight"),
+            frozen=("conv1.weight",),
+            buffers=("layer1.0.bn1.running_mean", "layer1.0.bn1.running_var"),
+            saved=3,
+            macs=123456,
+            loss="none",
+        ),
+        training.TrainingCut(
+            index=4,
+            depth=4,
+            layer="head",
+            forward="cut_4.forward.onnx",
+            backward="cut_4.backward.onnx",
+            evaluate="cut_4.evaluate.onnx",
+            output_shape=(10,),
+            trainable=("layer1.0.conv1.weight", "layer1.0.bn1.weight", "head.weight"),
+            frozen=(),
+            buffers=("layer1.0.bn1.running_mean", "layer1.0.bn1.running_var"),
+            saved=0,
+            macs=234567,
+            loss="cross-entropy",
+        ),
+    ),
+    optimiser=training.OptimiserRule("adamw", 0.0, 0.05, 0.9, 0.999, 1e-08),
+    augment=training.AugmentRule(4, True, 0.25),
+    gradient="int8",
+    activations="float16",
+)
+
+
 def _write_missing() -> None:
     FOLDER.mkdir(exist_ok=True)
     frames = {FOLDER / f"{name}.bin": encode(message, **numbers(name)) for name, message in MESSAGES.items()}
-    for path, data in {**frames, MANIFEST_FILE: package.to_bytes(MANIFEST)}.items():
+    documents = {MANIFEST_FILE: package.to_bytes(MANIFEST), TRAINING_FILE: training.to_bytes(TRAINING)}
+    for path, data in {**frames, **documents}.items():
         if not path.exists():
             path.write_bytes(data)
 

@@ -28,6 +28,8 @@ class Deployment:
     root: Path
     device_bin: Path = BIN
     port: int = 0
+    front: str = "front"  # which of the packages
+    roster: Path | None = None  # default: both devices
 
     def start_server(self, *extra: object, strategy: str = "split_adaptation") -> subprocess.Popen[str]:
         """A server that is listening; `port` is set. A restarted one takes the port that its devices know."""
@@ -42,8 +44,9 @@ class Deployment:
         """A server that has just been started."""
         keys = self.package / "keys"
         words = [
-            BIN / "server-run", "--strategy", strategy, "--backend", self.package / "front.backend",
-            "--listen", f"localhost:{self.port}", "--roster", keys / "roster", "--runs", self.root / "runs",
+            BIN / "server-run", "--strategy", strategy, "--backend", self.package / f"{self.front}.backend",
+            "--listen", f"localhost:{self.port}", "--roster", self.roster or keys / "roster",
+            "--runs", self.root / "runs",
             "--certificate", keys / "server.pem", "--certificate-key", keys / "server.key", "--threads", 1, *extra,
         ]  # fmt: skip
         log = (self.root / "server.log").open("a")
@@ -60,7 +63,7 @@ class Deployment:
     def start_device(self, device: str, *extra: object, data: str = "train") -> subprocess.Popen[str]:
         keys = self.package / "keys" / "devices" / device
         words = [
-            self.device_bin / "edge-run", "--engine", self.package / "front", "--data", self.package / device / data,
+            self.device_bin / "edge-run", "--engine", self.package / self.front, "--data", self.package / device / data,
             "--server", f"wss://localhost:{self.port}", "--trust", keys / "publisher.pub", "--ca", keys / "ca.pem",
             "--key", keys / "device.key", "--name", device, "--state", self.root / "state" / device, "--threads", 1,
             "--site-secret", keys / "site.secret", "--classes", self.package / "classes.txt",
@@ -89,6 +92,16 @@ class Deployment:
     def model(self) -> dict[str, bytes]:
         """The adapted weights, by file name."""
         return {path.name: path.read_bytes() for path in self.root.glob("runs/*/models/site/*.safetensors")}
+
+
+def copy_secrets(source: Path, target: Path) -> None:
+    """Noise and the order of training are keyed by each device's own secret: equal runs need equal secrets."""
+    for device in DEVICES:
+        identity = target / "state" / device / "identity"
+        identity.mkdir(parents=True, mode=0o700)
+        secret = identity / "device_secret"
+        secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
+        secret.chmod(0o600)
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
 from tests.make_package import DEVICES, MODEL, MODEL_ARGS, PRIVATE_CLASSES
-from tests.over_loopback.deployment import BIN, Deployment, stop, wait_until
+from tests.over_loopback.deployment import BIN, Deployment, copy_secrets, stop, wait_until
 
 pytest.importorskip("torch", reason="the server needs torch")
 
@@ -129,16 +129,6 @@ def test_newest_states_lost_on_either_side_change_nothing(package: Path, tmp_pat
             load_file(each.root / "state" / device / "checkpoints" / "head.safetensors") for each in (calm, broken)
         ]
         assert all(np.array_equal(heads[0][name], heads[1][name]) for name in ("weight", "bias", "second_moment"))
-
-
-def copy_secrets(source: Path, target: Path) -> None:
-    """Noise is keyed by each device's own secret: equal runs need equal secrets."""
-    for device in DEVICES:
-        identity = target / "state" / device / "identity"
-        identity.mkdir(parents=True, mode=0o700)
-        secret = identity / "device_secret"
-        secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
-        secret.chmod(0o600)
 
 
 def test_de_03_a_server_stops_while_torch_loads_although_a_device_knocks(deployment: Deployment) -> None:

@@ -26,8 +26,8 @@ FEATURES = {"kappa": 1.0, "seed": 7}
 class Scripted:
     """A strategy of a few yields; `seen` holds what it was sent."""
 
-    def __init__(self, steps: int = 2, asks: bool = False, fails: bool = False) -> None:
-        self.steps, self.asks, self.fails = steps, asks, fails
+    def __init__(self, steps: int = 2, asks: bool = False, fails: bool = False, quorum: int | None = None) -> None:
+        self.steps, self.asks, self.fails, self.quorum = steps, asks, fails, quorum
         self.epoch = 0
         self.seen: list[Replies] = []
 
@@ -40,7 +40,7 @@ class Scripted:
                 question = {d: {"logits": np.zeros((1, 2), np.float32), "sample_ids": np.zeros((1, 16), np.uint8)}
                             for d in site.devices}  # fmt: skip
                 name = f"step-{self.epoch + 1}"
-                self.seen.append((yield Ask(name, "score_batch", question, {"split": "train"})))
+                self.seen.append((yield Ask(name, "score_batch", question, {"split": "train"}, quorum=self.quorum)))
             self.epoch += 1
             yield Progress(f"training, epoch {self.epoch} of {self.steps}", self.epoch)
             yield Record({"epoch": self.epoch, "loss": 1.0 / self.epoch})
@@ -267,9 +267,8 @@ def test_gradients_are_asked_for_step_by_step_and_come_from_the_journal_after_a_
 class Moving(Scripted):
     """One step per epoch, which moves a head on each device; every second epoch is none of b's."""
 
-    def __init__(self, steps: int = 6, quorum: int | None = None) -> None:
+    def __init__(self, steps: int = 6) -> None:
         super().__init__(steps)
-        self.quorum = quorum
 
     def run(self, site: Site) -> Conduct:
         yield Ask("features", "collect_features", {d: {} for d in site.devices}, FEATURES)
@@ -278,7 +277,7 @@ class Moving(Scripted):
             asked = [device for device in site.devices if device != "b" or step % 2]
             question = {d: {"features": np.zeros((1, 2), np.float32), "sample_ids": np.zeros((1, 16), np.uint8)}
                         for d in asked}  # fmt: skip
-            replies = yield Ask(f"step-{step}", "head_step", question, step=step, quorum=self.quorum)
+            replies = yield Ask(f"step-{step}", "head_step", question, step=step)
             self.seen.append(replies)
             self.epoch = step
             yield Record({"epoch": step})
@@ -390,29 +389,42 @@ def test_without_a_quorum_a_site_waits_however_long() -> None:
     assert site.pending is not None and site.pending.missing == ["b"]
 
 
+def test_a_question_with_a_step_and_a_quorum_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="'step-3' has step 3 and quorum 1.*must wait for all"):
+        Ask("step-3", "head_step", {}, step=3, quorum=1)
+    Ask("step-3", "head_step", {}, step=3)
+    Ask("step-3", "score_batch", {}, quorum=1)
+
+
+def voting(*present: str, quorum: int = 1, memory: Memory | None = None) -> tuple[SiteRun, Conductor, Memory]:
+    """A site that goes on with a quorum, waiting for the answers to its first step, and what was asked left aside."""
+    site = clinic(Scripted(steps=2, asks=True, quorum=quorum), classes=3)
+    conductor, memory = conduct(site, rules=LOGITS, memory=memory or Memory(uploads=UPLOADED))
+    for device in present:
+        conductor.feed(join(device))
+    finish(conductor)
+    memory.taken()
+    return site, conductor, memory
+
+
 def test_with_a_quorum_a_site_goes_on_without_who_is_away_but_not_at_once() -> None:
-    site = clinic(Moving(2, quorum=1), classes=3)
-    conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
-    devices = Devices(conductor, memory, "a", "b")
+    site, conductor, memory = voting("a", "b")
     conductor.feed(PipeFrame(pipe.LEFT, "clinic", "b"))
-    devices.answer(until_step=0)
     conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
     memory.now_s += RULES.absent_s
     conductor.work()
-    assert site.pending is not None  # it may be on its way back
+    assert site.pending is not None and site.pending.id == "run.step-1"  # b may be on its way back
     memory.now_s += 1.0
     conductor.work()
     assert memory.quorums == {"run.step-1": ("a",)}
     assert list(site.strategy.seen[-1]) == ["a"]  # type: ignore[attr-defined]
-    assert "b" not in site.positions  # a late answer is passed over, and b is asked from where it stands
+    conductor.feed(pipe.carry("clinic", "b", gradient("run.step-1")))  # too late: passed over
+    assert list(memory.replies) == [("run.step-1", "a")]
 
 
 def test_with_a_quorum_a_connected_device_is_given_its_time_and_too_few_answers_are_not_enough() -> None:
     for quorum, closes in ((1, True), (2, False)):
-        site = clinic(Moving(2, quorum=quorum), classes=3)
-        conductor, memory = conduct(site, rules=HEADS, memory=Memory(uploads=UPLOADED))
-        devices = Devices(conductor, memory, "a", "b")
-        devices.answer(until_step=0)
+        _, conductor, memory = voting("a", "b", quorum=quorum)
         conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
         memory.now_s += RULES.idle_progress_s
         conductor.work()
@@ -423,20 +435,28 @@ def test_with_a_quorum_a_connected_device_is_given_its_time_and_too_few_answers_
 
 
 def test_a_restarted_server_goes_on_with_the_same_devices_as_before_the_stop() -> None:
-    first = clinic(Moving(2, quorum=1), classes=3)
-    conductor, memory = conduct(first, rules=replace(HEADS, checkpoint_s=1e9), memory=Memory(uploads=UPLOADED))
-    Devices(conductor, memory, "a")
-    finish(conductor)
+    _, conductor, memory = voting("a")
     conductor.feed(pipe.carry("clinic", "a", gradient("run.step-1")))
     memory.now_s += RULES.absent_s + 1.0
     conductor.work()
-    again = clinic(Moving(2, quorum=1), classes=3, journal=Journal(memory.replies, memory.quorums))
-    conductor, memory = conduct(again, rules=HEADS, memory=Memory(uploads=UPLOADED))
-    devices = Devices(conductor, memory, "a", "b")
-    devices.held["a"].add(1)
-    devices.answer()
+    again = clinic(Scripted(2, asks=True, quorum=1), classes=3, journal=Journal(memory.replies, memory.quorums))
+    conductor, memory = conduct(again, rules=LOGITS, memory=Memory(uploads=UPLOADED))
+    conductor.feed(join("a"))
+    conductor.feed(join("b"))
+    finish(conductor)
     # Step 1 is not asked again, although b is here now.
-    assert again.ended and devices.numbers == [("a", 2, 1, 1)]
+    assert [(device, ask.ask) for device, ask in memory.taken()] == [("a", "run.step-2"), ("b", "run.step-2")]
+    for device in "ab":
+        conductor.feed(pipe.carry("clinic", device, gradient("run.step-2")))
+    finish(conductor)
+    assert again.ended and [list(replies) for replies in again.strategy.seen[1:]] == [["a"], ["a", "b"]]  # type: ignore[attr-defined]
+
+
+def test_held_steps_are_no_answer_to_a_question_that_moves_nothing() -> None:
+    site, conductor, memory = voting("a", "b")
+    conductor.feed(pipe.carry("clinic", "a", Checkpoints("run.step-1", (0, 7))))
+    assert memory.rewound == [] and site.failure is None
+    assert site.pending is not None and site.pending.missing == ["a", "b"]
 
 
 def test_a_stale_gradient_is_passed_over() -> None:

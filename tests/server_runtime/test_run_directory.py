@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from contract.messages import Gradient  # noqa: E402
+from server_runtime import files, run_directory  # noqa: E402
 from server_runtime.run_directory import RunDirectory  # noqa: E402
 from server_runtime.site_run import Journal  # noqa: E402
 from server_runtime.strategies import State  # noqa: E402
@@ -117,6 +119,51 @@ def test_going_back_takes_the_newest_checkpoint_that_fits(tmp_path: Path) -> Non
     assert epoch_of(directory) == 1  # the newer one is gone: its steps are taken again
     assert directory.rewind("clinic", lambda found: False) is None
     assert epoch_of(directory) is None
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_de_04_going_back_sets_a_damaged_checkpoint_aside(damage: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    directory = RunDirectory(tmp_path, said.append)
+    directory.keep("clinic", state(1), ended=False)
+    directory.keep("clinic", state(2), ended=False)
+    path = tmp_path / "checkpoints" / "clinic.safetensors"
+    spoiled = DAMAGE[damage](path.read_bytes())
+    path.write_bytes(spoiled)
+    found = directory.rewind("clinic", lambda found: True)
+    assert found is not None and found.values["epoch"] == 1
+    assert path.with_name("clinic.safetensors.damaged-1").read_bytes() == spoiled
+    assert "unreadable" in said[0]
+
+
+def test_what_going_back_drops_stays_away_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.keep("clinic", state(1), ended=False)
+    directory.keep("clinic", state(2), ended=False)
+    directory.journal("clinic", "a", reply(3))
+    durable = {folder: set(folder.iterdir()) for folder in (tmp_path / "checkpoints", tmp_path / "journal")}
+    assert [len(names) for names in durable.values()] == [2, 1]
+    monkeypatch.setattr(files, "sync_directory", lambda folder: durable.update({folder: set(folder.iterdir())}))
+    directory.rewind("clinic", lambda found: False)
+    assert list(durable.values()) == [set(), set()]
+
+
+def test_a_checkpoint_that_does_not_count_its_metrics_keeps_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    for epoch in (1, 2):
+        directory.record({"site": "clinic", "epoch": epoch})
+    dumps = json.dumps
+
+    def without_lines(values: dict[str, object], **options: object) -> str:
+        return dumps({name: value for name, value in values.items() if name != "lines"}, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_directory.json, "dumps", without_lines)
+    directory.keep("clinic", state(2), ended=False)
+    assert epoch_of(directory) == 2
+    assert directory.rewind("clinic", lambda found: True) is not None
+    assert [line["epoch"] for line in directory.metrics()] == [1, 2]
 
 
 def test_what_is_recorded_again_after_a_stop_stands_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from contract.errors import RefusedError, RemoteProtocolError
 from server_runtime.store import Store, Upload
@@ -144,6 +145,31 @@ def test_de_04_a_damaged_batch_is_set_aside_and_asked_again(
     assert not store.complete("pi", "run.features")
     store.keep("clinic", "pi", "s1", 4, tiny.batches(whole, "run.features", 4)[1])
     assert same(store.upload("clinic", "pi", "run.features"), whole)
+
+
+def flip_in_sample_ids(path: Path) -> None:
+    """One bit of the first wire id: the file still parses."""
+    data = bytearray(path.read_bytes())
+    sample_id = load_file(path)["sample_ids"][0].tobytes()
+    data[data.index(sample_id)] ^= 1
+    path.write_bytes(data)
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [flip_in_sample_ids, lose])
+def test_de_04_a_batch_that_was_damaged_is_repaired_by_its_own_copy(
+    harm: Callable[[Path], None], store: Store, tmp_path: Path, said: list[str]
+) -> None:
+    whole = tiny.upload("pi", 10)
+    fill(store, whole)
+    harm(sorted(tmp_path.glob("tensors/*/*/*"))[1])
+    store.open_session("pi", "s2", "adapt")
+    assert store.keep("clinic", "pi", "s2", 1, tiny.batches(whole, "run.features", 4)[1])
+    assert same(store.upload("clinic", "pi", "run.features"), whole)
+    assert len(said) == 1 and "damaged" in said[0]
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "noise in front"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,26 @@ def test_the_profile_names_shares_of_both_processes() -> None:
 def test_sizes_below_one_are_a_usage_error(flag: str) -> None:
     with pytest.raises(UsageError, match=f"{flag} 0 is too few"):
         bench_wire.parse([flag, "0"])
+
+
+def test_an_interpreter_that_cannot_run_a_device_is_a_usage_error(tmp_path: Path) -> None:
+    plain = tmp_path / "file"
+    plain.write_text("no program\n")
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # a Python without a single package
+    bare.chmod(0o755)
+    for python, said in (
+        ("/nonexistent", "No such file"),
+        (tmp_path, "Permission denied"),
+        (plain, "Permission denied"),
+        ("/bin/true", "it is no Python"),
+        ("/bin/echo", "it is no Python"),
+        (bare, "No module named"),
+    ):
+        with pytest.raises(UsageError, match=said) as error:
+            bench_wire.version_of(str(python))
+        assert str(python) in error.value.cause and "\n" not in error.value.cause
+    assert bench_wire.version_of(sys.executable) == platform.python_version()
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

@@ -16,7 +16,7 @@ from contract.errors import DataError, UsageError
 from tools.reproduce import asked_of, cells_of, finished, parse, run_rows
 from tools.reproduce_rows import Cell, Found, mean_by_images
 from tools.reproduce_table import cell_of, results_of, spread, summarise
-from tools.reproduce_world import draw_shots, full_world, made, unpack
+from tools.reproduce_world import ARCHIVES, draw_shots, full_world, made, unpack
 
 ROOT = Path(__file__).parents[2]
 ASKED = asked_of(parse(["sa", "--quick"]), "quick", "aa")
@@ -59,21 +59,27 @@ def test_rows_are_chosen_and_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ["sa", "--seeds", "1,x"],
-        ["sa", "--shots", "0"],
-        ["sa", "--kappas", "1.5"],
-        ["sa", "--engine", "fake"],
-        ["sa", "--test-images", "0"],
-        ["sa", "--quick", "--test-images", "10"],
-        ["p3sl"],
-        [],
+        (["sa", "--seeds", "1,x"], "--seeds"),
+        (["sa", "--seeds", "1,-3"], "--seeds has -3"),
+        (["sa", "--seeds", "99999999999999999999"], "--seeds has 9"),
+        (["sa", "--shots", "5,0"], "--shots has 0"),
+        (["sa", "--kappas", "1.5"], "--kappas has 1.5"),
+        (["sa", "--kappas", "nan"], "--kappas has nan"),
+        (["sa", "--engine", "fake"], "fake"),
+        (["sa", "--test-images", "0"], "--test-images"),
+        (["sa", "--quick", "--test-images", "10"], "--test-images belongs"),
+        (["sa", "--quick", "--shared", "x"], "--shared belongs"),
+        (["p3sl"], "p3sl"),
+        ([], "study"),
     ],
 )
-def test_what_cannot_be_run_is_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError):
+def test_what_cannot_be_run_is_refused_by_name(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as error:
         parse(words)
+    others = {"--seeds", "--shots", "--kappas", "--shared", "--test-images"} - set(words)
+    assert not [flag for flag in others if flag in error.value.cause]
 
 
 # -- data
@@ -99,8 +105,9 @@ def test_too_few_images_are_an_error_not_fewer_shots() -> None:
 
 
 def test_a_missing_archive_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cifar10\.zip"):
+    with pytest.raises(DataError, match=r"cifar10\.zip") as error:
         full_world(tmp_path / "work", tmp_path / "nowhere", None)
+    assert all(name in error.value.cure for name in ARCHIVES)
 
 
 def test_what_was_interrupted_is_made_anew_and_what_is_whole_is_kept(tmp_path: Path) -> None:

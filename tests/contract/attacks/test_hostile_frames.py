@@ -144,7 +144,9 @@ def test_shape_that_does_not_fit_its_bytes(shape: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "BOOL", "F8_E4M3", "f32", "", "O", None, 1])
 def test_dtype_that_no_message_has(dtype: object) -> None:
-    refused(frame_of(HEADER, body_of(changed("logits", dtype=dtype), DATA)), "dtype: expected one of I8, U8, U16, F32")
+    refused(
+        frame_of(HEADER, body_of(changed("logits", dtype=dtype), DATA)), "dtype: expected one of I8, U8, U16, F16, F32"
+    )
 
 
 def test_dtype_of_another_field() -> None:
@@ -185,7 +187,7 @@ def test_body_header_longer_than_its_frame(length: int) -> None:
 
 
 def test_body_header_too_big() -> None:
-    refused(frame_of(HEADER, body_of(b"{" + b" " * 70000 + b"}")), "body header length: expected at most 65536")
+    refused(frame_of(HEADER, body_of(b"{" + b" " * 270000 + b"}")), "body header length: expected at most 262144")
 
 
 def test_body_shorter_than_its_length_field() -> None:
@@ -210,12 +212,85 @@ def test_tensor_in_a_message_that_has_none() -> None:
     refused(frame_of(header, body_of(ENTRIES, DATA)), "heartbeat: expected no tensors but none, found 'logits'")
 
 
-@pytest.mark.parametrize("name", ["scores", "gradient", "ask_score_batch", "ask_head_step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("scores", "gradient", "ask_score_batch", "ask_head_step", "ask_load_part", "ask_batch_loss"),
+        *("ask_local_round", "ask_forward", "activations", "update"),
+    ],
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite(name: str, value: float) -> None:
     header, entries, data = opened(MESSAGES[name], seq=1)
     poisoned = struct.pack("<f", value) + data[4:]  # floats come first: they are the widest
     refused(frame_of(header, body_of(entries, poisoned)), "expected finite values, found NaN or infinity")
+
+
+@pytest.mark.parametrize("name", ["activations_bare", "ask_settle"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_halves_that_are_not_finite(name: str, value: float) -> None:
+    header, entries, data = opened(MESSAGES[name], seq=1)
+    refused(frame_of(header, body_of(entries, struct.pack("<e", value) + data[2:])), "expected finite values")
+
+
+PARTS = ("update", "ask_load_part")
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(
+    "tensor",
+    ["", "..", ".weight", "a/b", "a b", "a-b", "\u00e9", "w\u0000", "w\n", "__metadata__/x", "$(x)", "x" * 129],
+)
+def test_parameters_by_names_that_no_model_has(name: str, tensor: str) -> None:
+    header, entries, data = opened(MESSAGES[name], seq=1)
+    entries = {tensor if each == "scale" else each: entry for each, entry in entries.items()}
+    refused(frame_of(header, body_of(entries, data)), "expected names of a model's tensors")
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("dtype", "shape"), [("I8", [4]), ("U8", [2, 2]), ("U16", [2]), ("F16", [2])])
+def test_parameters_of_another_type(name: str, dtype: str, shape: list[int]) -> None:
+    header, entries, data = opened(MESSAGES[name], seq=1)
+    entries["scale"] |= {"dtype": dtype, "shape": shape}
+    refused(frame_of(header, body_of(entries, data)), "tensor scale: expected float32 of one value or more")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parameters_of_no_value_or_too_many_axes(name: str) -> None:
+    header, entries, data = opened(MESSAGES[name], seq=1)
+    for shape in ([0], [2, 0], [1] * 9, [-1]):
+        forged = {**entries, "scale": {**entries["scale"], "shape": shape}}
+        refused(frame_of(header, body_of(forged, data)), "tensor 'scale'.shape: expected at most 8 sizes of 1 or more")
+
+
+def test_parameters_smuggled_through_the_header_of_an_update() -> None:
+    header, entries, data = opened(MESSAGES["update"], seq=1)
+    refused(frame_of({**header, "tensors": {}}, body_of(entries, data)), "no other fields of Update, found 'tensors'")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("settled", {"samples": -1}, "settled.samples: expected 0 or more"),
+        ("settled", {"samples": 2**63}, "expected an int of 64 bits"),
+        ("settled", {"samples": 1.0}, "expected int"),
+        ("activations", {"split": "test"}, "expected one of train, infer"),
+        ("activations", {"total": 1}, "activations.total: expected at least the 2 images of this batch"),
+        ("update", {"correct": 129}, "update.correct: expected 0 to 128"),
+        ("ask_forward", {"parameters": {}}, "ask.parameters of forward: expected 'after', found none"),
+        ("ask_upload_part", {"parameters": {"after": -1}}, "ask.parameters.after: expected 0 or more"),
+        ("ask_upload_part", {"parameters": {"after": 1.5}}, "ask.parameters.after: expected int, found float"),
+    ],
+)
+def test_header_fields_of_a_training_message_that_break_a_rule(name: str, change: dict[str, Any], text: str) -> None:
+    header, entries, data = opened(MESSAGES[name], seq=1)
+    refused(frame_of({**header, **change}, body_of(entries, data) if entries else b""), text)
+
+
+def test_labels_of_more_images_than_there_are() -> None:
+    header, entries, data = opened(MESSAGES["activations"], seq=1)
+    entries["labels"] |= {"shape": [3], "data_offsets": [48, 54]}
+    refused(frame_of(header, body_of(entries, data + bytes(2))), "tensor labels: expected uint16 2, found uint16 3")
 
 
 def test_claimed_sizes_allocate_nothing() -> None:

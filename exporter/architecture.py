@@ -1,0 +1,42 @@
+"""Build a timm model by name and arguments, with two arguments of our own for convolutional networks.
+
+`small_images=True` fits a ResNet or VGG to pictures of about 32 pixels; `img_size` (an int or (h, w)) says for which size
+of picture it is exported, which timm's own convolutional networks are not told. Weights from files are left to
+exporter.checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import timm
+import timm.models
+from torch import nn
+
+from contract.errors import ExportError
+from exporter.models import family_of
+
+_SMALL_PIXELS = 32
+
+
+def create(name: str, pretrained: bool, arguments: Mapping[str, object]) -> nn.Module:
+    """Raises ExportError for small_images where it has no meaning; whatever timm raises is passed on."""
+    rest = dict(arguments)
+    if not timm.models.is_model_in_modules(name.split(".")[0], ("resnet", "vgg")):
+        if "small_images" in rest:
+            raise ExportError(f"{name} has no variant for small images", "leave out small_images, use img_size=32")
+        return timm.create_model(name, pretrained=pretrained, **rest)
+    small = bool(rest.pop("small_images", False))
+    size = rest.pop("img_size", _SMALL_PIXELS if small else None)
+    if small and pretrained:
+        raise ExportError(
+            f"the pretrained {name} has layers for large images that small_images replaces by untrained ones",
+            "leave out one of the two, or give weights of the small variant with --weights",
+        )
+    model = timm.create_model(name, pretrained=pretrained, **rest)
+    family = family_of(model)[1]
+    if small:
+        family.fit_small_images(model)
+    if size is not None:
+        model.image_size = (size, size) if isinstance(size, int) else tuple(size)
+    return model

@@ -1,0 +1,242 @@
+"""Backward operators of torch in terms that ONNX has, chosen for onnxruntime's CPU kernels.
+
+Every function here takes what the aten operator of its name takes. Which graph they are used in is left to
+exporter.training_trace; the figures behind the choices are in docs/training.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.nn import functional
+
+from contract.errors import ExportError
+
+aten = torch.ops.aten
+_KEPT_WHOLE = (aten.native_layer_norm, aten.gelu, aten._softmax, aten._log_softmax, aten.addmm)
+_STOCK = (
+    aten.native_layer_norm_backward, aten.gelu_backward, aten._softmax_backward_data, aten._log_softmax_backward_data,
+    aten.select_backward, aten.native_group_norm_backward, aten.silu_backward, aten.hardtanh_backward,
+    aten.sigmoid_backward, aten.tanh_backward, aten.linalg_vector_norm,
+)  # fmt: skip
+
+
+def decomposition_table() -> Mapping[torch._ops.OperatorBase, Callable[..., object]]:
+    """What make_fx is to take apart, and how."""
+    kept = {overload for packet in _KEPT_WHOLE for overload in _overloads(packet)}
+    table = {op: function for op, function in core_aten_decompositions().items() if op not in kept}
+    table.update(get_decompositions(_STOCK))
+    table.update(_OWN)
+    return table
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: object, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Two-dimensional convolution only. Raises ExportError for a transposed or one- or three-dimensional one."""
+    if transposed or weight.dim() != 4:
+        raise ExportError(
+            f"only plain 2-D convolutions can be trained on a device, found one with weight {tuple(weight.shape)}",
+            "choose a cut in front of it, or another model",
+        )
+    axes = (stride, padding, dilation)
+    stride, padding, dilation = (tuple(each) * 2 if len(each) == 1 else tuple(each) for each in axes)
+    return (
+        _conv_input(grad, x, weight, stride, padding, dilation, groups) if wanted[0] else None,
+        _conv_weight(grad, x, weight, stride, padding, dilation, groups) if wanted[1] else None,
+        grad.sum([0, 2, 3]) if wanted[2] else None,
+    )
+
+
+Pair = tuple[int, int]
+
+
+def _conv_input(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    """A forward convolution with the mirrored kernel: onnxruntime's ConvTranspose is 1.5 times slower."""
+    mirrored = [dilation[i] * (weight.shape[2 + i] - 1) - padding[i] for i in (0, 1)]
+    if stride == (1, 1) and min(mirrored) >= 0:
+        out, each, *kernel = weight.shape
+        grouped = weight.flip([2, 3]) if max(kernel) > 1 else weight
+        grouped = grouped.reshape(groups, out // groups, each, *kernel).transpose(1, 2)
+        turned = grouped.reshape(groups * each, out // groups, *kernel)
+        return aten.convolution(grad, turned, None, [1, 1], mirrored, list(dilation), False, [0, 0], groups)
+    reached = [
+        (grad.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
+        for i in (0, 1)
+    ]
+    rest = [int(x.shape[2 + i]) - reached[i] for i in (0, 1)]
+    return aten.convolution(grad, weight, None, list(stride), list(padding), list(dilation), True, rest, groups)
+
+
+def _conv_weight(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    """One slice of the channels-last input and one matrix product per kernel position."""
+    out, each, rows, columns = weight.shape
+    channels = groups * each
+    height, width = grad.shape[2], grad.shape[3]
+    if stride == (rows, columns) and padding == (0, 0) and groups == 1 and x.shape[2:] == (height * rows, width * columns):
+        patches = x.reshape(-1, channels, height, rows, width, columns).permute(0, 2, 4, 1, 3, 5)
+        flat = grad.permute(1, 0, 2, 3).reshape(out, -1)
+        return (flat @ patches.reshape(-1, channels * rows * columns)).reshape(weight.shape)
+    last = x.permute(0, 2, 3, 1)
+    if padding != (0, 0):
+        last = functional.pad(last, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    if groups == 1:
+        flat = grad.permute(0, 2, 3, 1).reshape(-1, out).t()
+    else:
+        flat = grad.permute(1, 0, 2, 3).reshape(groups, out // groups, -1)
+    taps = []
+    for row in range(rows):
+        for column in range(columns):
+            top, left = row * dilation[0], column * dilation[1]
+            seen = last[:, top : top + (height - 1) * stride[0] + 1 : stride[0]]
+            seen = seen[:, :, left : left + (width - 1) * stride[1] + 1 : stride[1]]
+            if groups == 1:
+                taps.append(flat @ seen.reshape(-1, channels))  # (out, channels)
+            else:
+                taps.append(torch.bmm(flat, seen.reshape(-1, groups, each).permute(1, 0, 2)).reshape(out, each))
+    return torch.stack(taps, dim=2).reshape(weight.shape)
+
+
+_LIBRARY = torch.library.Library("cutlayer", "DEF")
+_LIBRARY.define("normalise(Tensor x, Tensor scale, Tensor shift, Tensor a, Tensor b, float eps) -> (Tensor, Tensor, Tensor)")
+NORMALISE = torch.ops.cutlayer.normalise.default  # ONNX's BatchNormalization in training mode; traced, never run
+
+
+@torch.library.register_fake("cutlayer::normalise")
+def _normalised(
+    x: Tensor, scale: Tensor, shift: Tensor, a: Tensor, b: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(a), torch.empty_like(b)
+
+
+class BatchNorm(torch.autograd.Function):
+    """BatchNorm in train mode: output and both new running statistics.
+
+    ONNX counts a momentum the other way round; with 0 its statistics are the batch's own. onnxruntime overwrites the
+    statistics that it is given, so it gets scratch copies. torch's running variance is the unbiased one, ONNX's not.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+        momentum: float, epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        scale = torch.ones_like(mean) if weight is None else weight
+        shift = torch.zeros_like(mean) if bias is None else bias
+        out, batch_mean, batch_variance = NORMALISE(x, scale, shift, mean * 0.5, variance * 0.5, epsilon)
+        count = _rows(x)
+        unbiased = batch_variance * (count / (count - 1.0))
+        moved = mean * (1 - momentum) + batch_mean * momentum, variance * (1 - momentum) + unbiased * momentum
+        context.save_for_backward(x, weight, batch_mean, torch.rsqrt(batch_variance + epsilon))
+        context.mark_non_differentiable(*moved)
+        return out, *moved
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = context.saved_tensors
+        wanted = context.needs_input_grad[:3]
+        grads = native_batch_norm_backward(grad, x, weight, None, None, mean, inverse, True, 0.0, wanted)
+        return *grads, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """How many values per channel, as a float tensor: B is known only when the graph runs."""
+    spatial = 1
+    for size in x.shape[2:]:
+        spatial *= size
+    return torch.full((), spatial, dtype=torch.float32) * x.shape[0]
+
+
+def native_batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, variance: Tensor | None,
+    save_mean: Tensor | None, save_inverse: Tensor | None, training: bool, epsilon: float, wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of x is a * grad + b * x + c with one a, b, c per channel."""
+    axes = [0, *range(2, x.dim())]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    if training:
+        assert save_mean is not None and save_inverse is not None
+        centre, inverse = save_mean, save_inverse
+    else:
+        assert mean is not None and variance is not None
+        centre, inverse = mean, torch.rsqrt(variance + epsilon)
+    scale = inverse if weight is None else weight * inverse
+    if not training and not (wanted[1] or wanted[2]):
+        return grad * scale.reshape(shape), None, None
+    total = grad.sum(axes)
+    along = ((x - centre.reshape(shape)) * grad).sum(axes)  # before any factor: x may be far from 0
+    weight_grad = along * inverse if wanted[1] else None
+    bias_grad = total if wanted[2] else None
+    if not wanted[0]:
+        return None, weight_grad, bias_grad
+    if not training:
+        return grad * scale.reshape(shape), weight_grad, bias_grad
+    count = _rows(x)
+    slope = -scale * inverse * inverse * along / count
+    constant = -scale * total / count - slope * centre
+    grad_x = grad * scale.reshape(shape) + x * slope.reshape(shape) + constant.reshape(shape)
+    return grad_x, weight_grad, bias_grad
+
+
+def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
+    """A product with a mask: onnxruntime's Where is 6 times slower on a CPU."""
+    return grad * (x > threshold).to(grad.dtype)
+
+
+def slice_backward(
+    grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Tensor:
+    """Zeros around what the slice had taken."""
+    size = sizes[dim]
+    start = start + size if start < 0 else start
+    if step != 1:
+        parts = grad.unsqueeze(dim + 1)
+        parts = functional.pad(parts, [0, 0] * (grad.dim() - dim - 1) + [0, step - 1])
+        grad = parts.flatten(dim, dim + 1)
+        surplus = start + grad.shape[dim] - size
+        if surplus > 0:
+            grad = grad.narrow(dim, 0, grad.shape[dim] - surplus)
+    after = size - start - grad.shape[dim]
+    return functional.pad(grad, [0, 0] * (grad.dim() - dim - 1) + [start, after])
+
+
+def embedding_dense_backward(
+    grad: Tensor, indices: Tensor, rows: int, padding_index: int, scale_by_frequency: bool
+) -> Tensor:
+    """A product with one-hot rows: onnxruntime's ScatterND(add) races with itself where an index comes twice."""
+    flat = indices.reshape(-1)
+    hot = (torch.arange(rows).unsqueeze(1) == flat.unsqueeze(0)).to(grad.dtype)  # (rows, B*K)
+    return hot @ grad.reshape(-1, grad.shape[-1])
+
+
+def max_pool2d_with_indices_backward(
+    grad: Tensor, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], ceil_mode: bool, indices: Tensor,
+) -> Tensor:  # fmt: skip
+    """Every gradient back to where its maximum came from."""
+    channels, height, width = x.shape[1:]
+    flat = x.new_zeros(x.shape[0], channels, height * width)
+    return flat.scatter_add(2, indices.flatten(2), grad.flatten(2)).reshape(x.shape)
+
+
+_OWN: dict[torch._ops.OperatorBase, Callable[..., object]] = {
+    aten.convolution_backward.default: convolution_backward,
+    aten.native_batch_norm_backward.default: native_batch_norm_backward,
+    aten.threshold_backward.default: threshold_backward,
+    aten.slice_backward.default: slice_backward,
+    aten.embedding_dense_backward.default: embedding_dense_backward,
+    aten.max_pool2d_with_indices_backward.default: max_pool2d_with_indices_backward,
+}

@@ -1,0 +1,277 @@
+"""One export of client parts that devices train, from plan to published package: the order of the steps.
+
+The graphs are exporter.training_graph's, the gate they pass exporter.training_check's, the folders exporter.package's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from contract.console import progress, say
+from contract.errors import ExportError, UsageError, suggest
+from contract.manifest import digest, to_bytes
+from contract.signature import key_id, sign
+from contract.training import FORMAT, PARAMETERS_NAME, TRAINING_NAME, TrainingCut, TrainingPlan
+from contract.training import to_bytes as training_to_bytes
+from exporter.build import Report, Surroundings
+from exporter.checkpoint import create_model, image_rule
+from exporter.macs import count_macs
+from exporter.models import family_of
+from exporter.package import (
+    next_version,
+    previous_manifest,
+    publish,
+    staging,
+    tensor_bytes,
+    write_document,
+    write_file,
+    write_manifest,
+    write_package,
+    write_tensors,
+)
+from exporter.plan import ExportPlan, TrainingChoices
+from exporter.records import export_document, training_manifest_of
+from exporter.split import default_cut
+from exporter.training_check import TrainingFigures, TrainingRule, check_training_graphs
+from exporter.training_graph import Loss, TrainingGraphs, make_training_graphs
+
+MODEL_NAME = "model.safetensors"
+_CHECKED_PIXELS = 32 * 64 * 64  # the gate's batch: 32 images of 64 pixels a side, fewer where they are larger
+_CHECKED_IMAGES = (8, 32)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The first `index` of `depth` layers as a module whose tensors have the whole model's names."""
+
+    module: nn.Module
+    index: int
+    depth: int
+    layer: str
+    loss: Loss
+
+    @property
+    def file_names(self) -> tuple[str, str, str]:
+        """Of the forward, backward and evaluation graph."""
+        return (f"cut{self.index}.forward.onnx", f"cut{self.index}.backward.onnx", f"cut{self.index}.evaluate.onnx")
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A part's line in training.json, its files, and what the gate measured."""
+
+    cut: TrainingCut
+    files: dict[str, bytes]
+    checked: TrainingFigures
+
+
+def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
+    """Make, check and publish a package of client parts and its backend; `plan.training` says which.
+
+    Raises UsageError, ExportError and GateError; then nothing is left at the target but what was there.
+    """
+    started_s = time.monotonic()
+    chosen, output = _choices(plan), Path(plan.output)
+    version = next_version(previous_manifest(output), plan.version, output)
+    model = create_model(plan)
+    family_name, family = family_of(model)
+    facts = family.facts(model)
+    rule = image_rule(model, facts.input_shape)
+    head = head_name(model)
+    if chosen.whole_model:
+        parts = [_whole(model, facts.depth, head, chosen.classes, plan.seed)]
+    else:
+        cuts = check_cuts(chosen.cuts or (default_cut(facts.depth),), facts.depth)
+        parts = [Part(family.cut(model, k)[0], k, facts.depth, facts.layers[k - 1], "none") for k in cuts]
+        chosen = replace(chosen, cuts=cuts)
+    plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
+    _check_freeze(chosen.freeze, parts)
+    finished = _finish(parts, facts.input_shape, chosen)
+    training = training_to_bytes(training_plan(chosen, tuple(each.cut for each in finished)))
+    state = model.state_dict()
+    tensors = {name: state[name].float() for name in sorted(_names(finished))}
+    parameters = tensor_bytes(tensors)
+    contents = {TRAINING_NAME: training, PARAMETERS_NAME: parameters}
+    for each in finished:
+        contents.update(each.files)
+    with staging(output) as staged:
+        files = write_package(staged.package, contents)
+        signer = key_id(surroundings.signer.public_key())
+        manifest = to_bytes(training_manifest_of(plan, family_name, rule, files, signer, surroundings.now))
+        package_digest = digest(manifest).hex()
+        write_manifest(staged, manifest, sign(surroundings.signer, manifest))
+        write_file(staged.backend / TRAINING_NAME, training)
+        write_tensors(staged.backend / MODEL_NAME, without_head(state, head))
+        sizes = {name: 4 * value.numel() for name, value in tensors.items()}
+        figures = figures_of(finished, chosen, sizes, time.monotonic() - started_s)
+        write_document(staged.backend / "export.json", export_document(plan, figures, package_digest))
+        publish(staged, output)
+    size_bytes = sum(map(len, contents.values()))
+    return Report(str(output), plan.name, version, package_digest, signer, size_bytes, figures)
+
+
+def _choices(plan: ExportPlan) -> TrainingChoices:
+    """Raises UsageError for what a frontend would need and a part has no use for."""
+    assert plan.training is not None  # exporter.cli and tests choose this function by it
+    if plan.opset != 20:
+        raise UsageError(f"training graphs need opset 20, found {plan.opset}", "leave out --opset")
+    if plan.calibration is not None:
+        say("warning: --calibration is not used: parts are trained in float32, and nothing is measured on images")
+    return plan.training
+
+
+def check_cuts(cuts: Sequence[int], depth: int) -> tuple[int, ...]:
+    """Raises UsageError for a cut that leaves nothing to the server."""
+    deepest = max(cuts)
+    if deepest >= depth:
+        raise UsageError(
+            f"cut {deepest} leaves nothing to the server: this model has {depth} layers that can be cut behind",
+            f"choose cuts from 1 to {depth - 1}; the whole model needs --for fed_avg --release-whole-model",
+        )
+    return tuple(cuts)
+
+
+def head_name(model: nn.Module) -> str:
+    """Module path of the model's one classifier, such as fc or head. Raises ExportError when it is not one layer."""
+    name = getattr(model, "pretrained_cfg", {}).get("classifier")
+    if not isinstance(name, str):
+        raise ExportError(
+            f"{type(model).__name__} has no single classifier to replace, found {name}", "choose another model"
+        )
+    return name
+
+
+def without_head(state: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
+    """The model's state without its classifier: a site's own head takes its place."""
+    return {name: value for name, value in state.items() if not name.startswith(f"{head}.")}
+
+
+def _whole(model: nn.Module, depth: int, head: str, classes: int | None, seed: int) -> Part:
+    """The model itself with a fresh linear head for `classes`, under its own classifier's name."""
+    torch.manual_seed(seed)
+    model.reset_classifier(classes)
+    if not isinstance(model.get_submodule(head), nn.Linear):
+        raise ExportError(
+            f"the classifier {head} of {type(model).__name__} is no linear layer, found {model.get_submodule(head)}",
+            "choose another model",
+        )
+    return Part(model, depth, depth, head, "cross-entropy")
+
+
+def _name(model: str, chosen: TrainingChoices) -> str:
+    """Model, strategy and cuts: packages that differ in these do not get in each other's way on a device."""
+    cuts = "whole" if chosen.whole_model else "-".join(map(str, dict.fromkeys((chosen.cuts[0], chosen.cuts[-1]))))
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{model}-{chosen.strategy}-{cuts}")
+
+
+def _check_freeze(freeze: Sequence[str], parts: Sequence[Part]) -> None:
+    """Raises UsageError for a beginning that no parameter has, and for a part that would be frozen whole."""
+    known = {name for part in parts for name, _ in part.module.named_parameters()}
+    for beginning in freeze:
+        if not any(name.startswith(beginning) for name in known):
+            modules = {name.rpartition(".")[0] for name in known}
+            raise UsageError(
+                f"--freeze {beginning!r} is the beginning of no parameter on the device{suggest(beginning, modules)}",
+                f"write for example --freeze {min(modules)}.",
+            )
+    for part in parts:
+        if not trained_names(part.module, freeze):
+            raise UsageError(
+                f"--freeze {','.join(freeze)} leaves nothing to train at cut {part.index}",
+                "freeze less, or leave out this cut",
+            )
+
+
+def trained_names(module: nn.Module, freeze: Sequence[str]) -> tuple[str, ...]:
+    """Names of the parameters that are trained."""
+    return tuple(name for name, _ in module.named_parameters() if not name.startswith(tuple(freeze)))
+
+
+def set_modes(module: nn.Module, trained: Sequence[str]) -> None:
+    """Train mode, but for norms of the batch that are frozen whole: their running statistics stay as they are."""
+    module.train()
+    for path, each in module.named_modules():
+        own = {f"{path}.{name}" for name, _ in each.named_parameters(recurse=False)}
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and own.isdisjoint(trained):
+            each.eval()
+
+
+def _finish(parts: Sequence[Part], input_shape: tuple[int, int, int], chosen: TrainingChoices) -> list[FinishedPart]:
+    finished = []
+    with progress(total=len(parts), description="Tracing and checking parts", unit="parts") as bar:
+        for part in parts:
+            finished.append(_finish_part(part, input_shape, chosen))
+            bar.update(1)
+    return finished
+
+
+def _finish_part(part: Part, input_shape: tuple[int, int, int], chosen: TrainingChoices) -> FinishedPart:
+    trained = trained_names(part.module, chosen.freeze)
+    set_modes(part.module, trained)
+    graphs = make_training_graphs(
+        part.module, input_shape, trainable=trained, loss=part.loss, recompute=chosen.recompute,
+        class_count=chosen.classes,
+    )  # fmt: skip
+    fewest, most = _CHECKED_IMAGES
+    gate = TrainingRule(batch=max(fewest, min(most, _CHECKED_PIXELS // math.prod(input_shape[1:]))))
+    checked = check_training_graphs(part.module, graphs, input_shape, rule=gate, class_count=chosen.classes)
+    cut = _cut(part, graphs, count_macs(part.module, input_shape))
+    files = dict(zip(part.file_names, (graphs.forward, graphs.backward, graphs.evaluate), strict=True))
+    return FinishedPart(cut, files, checked)
+
+
+def _cut(part: Part, graphs: TrainingGraphs, macs: int) -> TrainingCut:
+    forward, backward, evaluate = part.file_names
+    return TrainingCut(
+        index=part.index, depth=part.depth, layer=part.layer, forward=forward, backward=backward, evaluate=evaluate,
+        output_shape=graphs.output_shape, trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
+        saved=graphs.saved, macs=macs, loss=part.loss,
+    )  # fmt: skip
+
+
+def training_plan(chosen: TrainingChoices, cuts: tuple[TrainingCut, ...]) -> TrainingPlan:
+    """What training.json says."""
+    return TrainingPlan(
+        format=FORMAT, strategy=chosen.strategy, whole_model=chosen.whole_model, class_count=chosen.classes, cuts=cuts,
+        optimiser=chosen.optimiser, augment=chosen.augment, gradient=chosen.gradient, activations=chosen.activations,
+    )  # fmt: skip
+
+
+def _names(finished: Sequence[FinishedPart]) -> set[str]:
+    return {name for each in finished for name in each.cut.tensors}
+
+
+def figures_of(
+    finished: Sequence[FinishedPart], chosen: TrainingChoices, sizes: Mapping[str, int], total_s: float
+) -> dict[str, object]:
+    """Every figure of the export, for export.json and the command's own report; `sizes` in bytes by tensor."""
+    return {
+        "strategy": chosen.strategy,
+        "whole_model": chosen.whole_model,
+        "cuts": [_figures_of_part(each, sizes, chosen) for each in finished],
+        "parameter_bytes": sum(sizes.values()),
+        "total_s": round(total_s, 1),
+    }
+
+
+def _figures_of_part(part: FinishedPart, sizes: Mapping[str, int], chosen: TrainingChoices) -> dict[str, object]:
+    cut = part.cut
+    return {
+        "index": cut.index,
+        "depth": cut.depth,
+        "layer": cut.layer,
+        "output_shape": list(cut.output_shape),
+        "cut_bytes": cut.output_size * (2 if chosen.activations == "float16" else 4),
+        "parameter_bytes": sum(sizes[name] for name in cut.tensors),
+        "macs": cut.macs,
+        "graph_bytes": sum(map(len, part.files.values())),
+        "checked": asdict(part.checked),
+    }

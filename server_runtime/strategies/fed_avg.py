@@ -1,0 +1,94 @@
+"""Federated averaging (FedAvg; McMahan et al. 2017, algorithm 1): devices train the whole model, and what they made of
+it is averaged after each round.
+
+algorithms.md section 7 (Fed-Full). Symbols: W the whole model with its head, W_i device i's after E local epochs, n_i
+its images. The rate is one for a round. A quorum of devices is enough where the operator says so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from contract.errors import TrainingError
+from contract.messages import Update
+
+from ..aggregation import average
+from ..split_model import Shipped
+from ..split_rounds import Rounds, Talk, answer
+from . import Conduct, Settings, Site, State
+
+LABEL_MODES = ("permuted-label", "raw-label")  # no label travels in either; they say which class an output stands for
+
+
+class FedAvg:
+    """One site's rounds."""
+
+    def __init__(self, shipped: Shipped, settings: Settings) -> None:
+        self._shipped, self._settings = shipped, settings
+        self._rounds: Rounds | None = None
+
+    def run(self, site: Site) -> Conduct:
+        """Each round: W to all devices, E local epochs, W <- sum_i n_i W_i / sum_i n_i.
+
+        Raises:
+            TrainingError: no device has an image, an answer does not fit, or the loss explodes.
+        """
+        rounds = self._rounds = self._rounds or self._start(site)
+        w, s = rounds.w, self._settings
+        while rounds.epoch < s.epochs:
+            e = min(s.local_epochs, s.epochs - rounds.epoch)
+            parts = yield from self._train(rounds, e)  # W_i
+            n = [rounds.links[device].samples or 0 for device in parts]
+            w.put(average(w.floats(), list(parts.values()), n))
+            yield rounds.end_round(e)
+
+    def _train(self, rounds: Rounds, epochs: int) -> Talk[dict[str, dict[str, np.ndarray]]]:
+        """The parts of all devices that answered, have images, and gave finite values."""
+        s, links = self._settings, rounds.with_images
+        rate = rounds.tally.lr = rounds.schedule.at(rounds.epoch, 1)
+        common = {"cut": links[0].cut.index, "epoch": rounds.epoch + 1, "epochs": epochs}
+        common |= {"size": s.batch, "seed": s.seed, "rate": rate}
+        part = rounds.w.part(links[0].cut)
+        quorum = min(s.quorum, len(links)) or None
+        asked = {link.device: part for link in links}
+        replies = yield from rounds.ask("local_round", asked, {}, common, quorum=quorum)
+        parts = {}
+        for link in links:
+            if quorum is not None and link.device not in replies:
+                continue
+            update = answer(Update, replies, link.device)
+            link.samples = update.samples
+            w_i = rounds.take_part(update, link) if update.samples and update.count else None
+            if w_i is not None:
+                parts[link.device] = w_i
+                rounds.add(update.mean_loss, update.correct, update.count)
+        return parts
+
+    def _start(self, site: Site) -> Rounds:
+        cut = next(cut for cut in self._shipped.plan.cuts if cut.loss != "none")
+        if cut.output_shape != (site.classes,):
+            raise TrainingError(
+                f"site {site.name!r} has {site.classes} classes, the package's model {cut.output_shape[0]}",
+                f"export the model with {site.classes} classes, or give the devices the package's class list",
+            )
+        return Rounds(site, self._shipped, self._settings, cut)
+
+    def state(self) -> State:
+        """W and how far training is."""
+        assert self._rounds is not None
+        return self._rounds.state()
+
+    def load(self, site: Site, state: State) -> None:
+        """Go on where `state` was taken."""
+        self._rounds = self._start(site)
+        self._rounds.load_state(state)
+
+    def predict_part(self, device: str, values: np.ndarray) -> np.ndarray:
+        """Logits (B,C) of the device's part, which is the whole model: these are they."""
+        assert self._rounds is not None
+        return self._rounds.predict_part(device, values)
+
+
+def build(shipped: Shipped, settings: Settings) -> FedAvg:
+    """A strategy for one site."""
+    return FedAvg(shipped, settings)
