@@ -5,6 +5,7 @@ What the graphs are run for is left to `trainer`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,13 +26,27 @@ FETCH_AGAIN = (
 )
 
 
+@functools.cache
+def share_arena() -> None:
+    """One arena for all graphs of this process, so that backward reuses what forward has let go of.
+
+    It grows to the largest step and stays there. ResNet-18's first part, batch 64 at 32 px, 1 thread: 1.79 s and 561 MB
+    at most; an arena for each session 1.82 s and 765 MB; none 2.36 s and 551 MB.
+    """
+    place = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    onnxruntime.create_and_register_allocator(place, None)
+
+
 def session_options(threads: int) -> onnxruntime.SessionOptions:
-    """No spinning beside other programs, and no arena."""
+    """No spinning beside other programs, and memory from the arena that all graphs share."""
+    share_arena()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads  # set explicitly: the default pins threads to cores that a cpuset may forbid
     options.inter_op_num_threads = 1
-    options.enable_cpu_mem_arena = False
     options.log_severity_level = 3
+    options.add_session_config_entry("session.use_env_allocators", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 

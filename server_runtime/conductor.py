@@ -194,7 +194,7 @@ class Conductor:
             return
         # What it did since it settled is in its memory only. But where it settled it could go on from: going back would
         # not help, nor ever end.
-        begins = not pending.ask.parameters.get("batch")
+        begins = not _parameters(site, pending.ask, device).get("batch")
         if begins and site.positions.get(device, 0) in held.steps:
             cause = f"{device} refuses the step after {site.positions.get(device, 0)}, which it holds"
             self._fail(site, TrainingError(cause, "update the device's software"))
@@ -305,11 +305,7 @@ class Conductor:
             message = AskMessage(
                 ask=pending.id,
                 kind=pending.ask.kind,
-                parameters={
-                    **pending.ask.parameters,
-                    **pending.ask.own.get(device, {}),
-                    **_numbers(site, pending.ask, device),
-                },
+                parameters=_parameters(site, pending.ask, device),
                 idle_progress_s=self._rules.idle_progress_s,
                 tensors=dict(pending.ask.tensors[device]),
             )
@@ -379,6 +375,11 @@ class Conductor:
 
 def _facts(site: SiteRun) -> Site:
     return Site(site.name, site.devices, site.classes or 0)
+
+
+def _parameters(site: SiteRun, ask: Ask, device: str) -> dict[str, float | int | str]:
+    """What a question says to one device."""
+    return {**ask.parameters, **ask.own.get(device, {}), **_numbers(site, ask, device)}
 
 
 def _numbers(site: SiteRun, ask: Ask, device: str) -> dict[str, int]:

@@ -6,26 +6,26 @@ Whichever engine the workers run on, the strategy, the noise, the labels and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import TrainingError
+from contract.messages import ASK_KINDS, Activations, Features, Gradient, Message, Settled, Update, Welcome
 from contract.messages import Ask as AskMessage
-from contract.messages import Features, Gradient, Message, Welcome
 from edge_runtime.predictions import accuracy, predict
 from edge_runtime.terms import check_ask, check_welcome
 from edge_runtime.worker import Upload as Release
 from server_runtime.acceptance import Expected, check_features
 from server_runtime.store import Upload
-from server_runtime.strategies import Ask, Metric, Record, Reply, Site, Strategy
-from tools.torch_worker import Device
+from server_runtime.strategies import Ask, Metric, PartStrategy, Record, Reply, Site, Strategy
+from tools.torch_worker import Device, PartDevice
 
 FRAME_BYTES = 1 << 20  # as the server's
 PREDICTED_AT_ONCE = 256
-Devices = Mapping[str, Device]
+Devices = Mapping[str, Device] | Mapping[str, PartDevice]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Terms:
     kappa: float
     seed: int
 
-    def welcome(self, device: Device) -> Welcome:
+    def welcome(self, device: Device | PartDevice) -> Welcome:
         """The welcome of one device. Raises: RefusedError when the device does not agree."""
-        terms = device.bench.terms
+        terms = device.terms
         welcome = Welcome(
             session="simulated", run=self.run, site=self.site, strategy=self.strategy, label_mode=self.label_mode,
             class_count=terms.class_count, class_list_hash=None, package_digest=terms.package_digest,
@@ -58,6 +58,7 @@ class Answers:
         self.uploads: dict[str, Upload] = {}  # the training features that each device sent
         self._devices, self._terms = devices, terms
         self._positions: dict[str, int] = {}  # device -> the last step that moved its part of the model
+        self._base: dict[str, int] = {}  # the same at the newest checkpoint
         for device in devices.values():
             terms.welcome(device)
 
@@ -66,11 +67,9 @@ class Answers:
         return {name: self._answer_one(name, ask) for name in ask.tensors}
 
     def _answer_one(self, name: str, ask: Ask) -> Reply:
-        device, parameters = self._devices[name], dict(ask.parameters)
-        if ask.step is not None:  # nobody loses anything here, so there is one base: the beginning
-            parameters |= {"step": ask.step, "after": self._positions.get(name, 0), "base": 0}
+        device, parameters = self._devices[name], self._parameters(name, ask)
         question = AskMessage(f"{self._terms.run}.{ask.name}", ask.kind, parameters, 120.0, dict(ask.tensors[name]))
-        check_ask(question, device.bench.terms)
+        check_ask(question, device.terms)
         kappa = float(parameters.get("kappa", self._terms.kappa))
         release = Release(question.ask, "train", kappa, FRAME_BYTES)
         messages = list(device.worker.answer(question, self._terms.run, release))
@@ -80,16 +79,29 @@ class Answers:
             self.uploads[name] = self._join(device, messages)
             return self.uploads[name]
         (reply,) = messages
-        if not isinstance(reply, Gradient):
+        if not isinstance(reply, Gradient | Settled | Activations | Update):
             raise TrainingError(f"{name} answered {ask.name} with {reply.TYPE}", "start with an empty device state")
         return reply
 
-    def _join(self, device: Device, messages: Iterable[Message]) -> Upload:
+    def _parameters(self, name: str, ask: Ask) -> dict[str, int | float | str]:
+        """With the three numbers of steps that the server's conductor adds, where this kind of question has them."""
+        known = ASK_KINDS[ask.kind].parameters
+        steps = {"step": ask.step, "after": self._positions.get(name, 0), "base": self._base.get(name, 0)}
+        numbers = {which: number for which, number in steps.items() if which in known and number is not None}
+        return {**ask.parameters, **ask.own.get(name, {}), **numbers}
+
+    def note_checkpoint(self) -> None:
+        """The server could go back to here."""
+        self._base = dict(self._positions)
+
+    def _join(self, device: Device | PartDevice, messages: Iterable[Message]) -> Upload:
         """One upload of a device's batches, in the device's order."""
         batches = sorted((each for each in messages if isinstance(each, Features)), key=lambda each: each.batch)
-        terms = device.bench.terms
+        terms = device.terms
         for batch in batches:
-            check_features(batch, Expected(device.bench.cut.tokens, self._terms.label_mode), terms.class_count, "adapt")
+            check_features(
+                batch, Expected(device.installed.cut.tokens, self._terms.label_mode), terms.class_count, "adapt"
+            )
         optional = {
             name: np.concatenate([getattr(each, name) for each in batches])
             for name in ("sources", "labels")
@@ -104,8 +116,14 @@ class Answers:
         )
 
 
-def adapt(strategy: Strategy, answers: Answers, site: Site) -> dict[str, Metric]:
-    """Run the strategy to its end; its last record. Raises: TrainingError, and what the devices raise."""
+def adapt(
+    strategy: Strategy | PartStrategy, answers: Answers, site: Site,
+    on_record: Callable[[Mapping[str, Metric]], None] | None = None,
+) -> dict[str, Metric]:  # fmt: skip
+    """Run the strategy to its end; its last record. `on_record` is told each, when the strategy's state is whole.
+
+    Raises: TrainingError, and what the devices raise.
+    """
     conduct = strategy.run(site)
     last: dict[str, Metric] = {}
     step = next(conduct)
@@ -115,6 +133,9 @@ def adapt(strategy: Strategy, answers: Answers, site: Site) -> dict[str, Metric]
             replies = answers.answer(step)
         elif isinstance(step, Record):
             last = dict(step.values)
+            answers.note_checkpoint()
+            if on_record is not None:
+                on_record(last)
         try:
             step = conduct.send(replies)
         except StopIteration:
@@ -134,9 +155,24 @@ def accuracy_of(strategy: Strategy, device: Device, codes: NDArray[np.int8], run
         place: strategy.predict(codes[start : start + PREDICTED_AT_ONCE])
         for place, start in enumerate(range(0, len(codes), PREDICTED_AT_ONCE))
     }
-    head = device.keeper.head_of(run) if device.bench.terms.label_mode == "client-head" else None
+    head = device.keeper.head_of(run) if device.terms.label_mode == "client-head" else None
     dataset = device.bench.dataset
     share = accuracy(predict(scores, dataset, device.bench.wire_labels, head), dataset)
+    if share is None:
+        raise TrainingError(f"{device.name} has no labelled image to predict", "put test images into class folders")
+    return share
+
+
+def part_accuracy(strategy: PartStrategy, device: PartDevice, run: str) -> float:
+    """The same for a device that sends activations of its trained part, as it stood last in the run.
+
+    Raises: ConfigError when it has no part of that run.
+    """
+    release = Release("infer-simulated", "infer", 0.0, FRAME_BYTES, run=run)
+    scores = {
+        message.batch: strategy.predict_part(device.name, message.values) for message in device.worker.infer(release)
+    }
+    share = accuracy(predict(scores, device.dataset, device.wire_labels, device.head_of(run)), device.dataset)
     if share is None:
         raise TrainingError(f"{device.name} has no labelled image to predict", "put test images into class folders")
     return share

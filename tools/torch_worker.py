@@ -2,7 +2,8 @@
 
 Only the engine is ours: a small interpreter of the operators that the exporter writes. Everything around it (install,
 weight noise, feature noise, retrieval, labels, ledger, messages) is edge_runtime's own code, which never imports torch.
-Asking the worker and taking its answers are left to `simulation`.
+The same for parts that devices train, whose engine is `torch_trainer`'s. Asking the worker and taking its answers are
+left to `simulation`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -26,26 +28,38 @@ from contract.console import say
 from contract.errors import EngineError
 from contract.keyed_noise import class_list_hash
 from contract.signature import PublicKey
+from contract.training import TrainingCut
 from edge_runtime.config import DeviceConfig
+from edge_runtime.data import Dataset, Sample, load_dataset
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine
 from edge_runtime.equip import find_images, number_classes, open_bar, open_site_secret
+from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters.none import NoMeter
-from edge_runtime.pipeline import Frontend
+from edge_runtime.part_head import PartHead
+from edge_runtime.part_keeper import PartKeeper, PartRules
+from edge_runtime.part_store import PartCheckpoint, PartStore
+from edge_runtime.part_worker import PartWorker, Pictures
+from edge_runtime.picture_cache import PictureCache
+from edge_runtime.pipeline import Frontend, read_picture
 from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
 from edge_runtime.state import open_secret, open_state
-from edge_runtime.terms import device_terms
+from edge_runtime.terms import Terms, device_terms
+from edge_runtime.trainer import Trainer
+from edge_runtime.training_set import TrainingSet
 from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
-from edge_runtime.worker import Bench, Surroundings, Worker
+from edge_runtime.worker import Bench, Counters, Surroundings, Worker
+from tools.torch_trainer import TorchTrainer
 
 IMAGES_AT_ONCE = 250  # a device runs as many side by side as it has threads; here they are one batch
 
 Attributes = Mapping[str, object]
 Operator = Callable[..., Tensor]  # (attributes, *inputs)
 OpenFrontend = Callable[[Path], Engine]
+OpenPart = Callable[[TrainingCut], Trainer | TorchTrainer]
 
 
 # -- operators: torch's meaning of each ONNX operator that the exporter writes; floats and codes lie on the device,
@@ -240,6 +254,11 @@ class Device:
     codes_changed: float  # share of weight codes that the noise changed
 
     @property
+    def terms(self) -> Terms:
+        """What the device agrees to."""
+        return self.bench.terms
+
+    @property
     def engine(self) -> str:
         """Which engine answers, its version and where it runs."""
         return f"{self.bench.frontend.engine.name} {self.bench.frontend.engine.version}"
@@ -281,3 +300,96 @@ def make_device(config: DeviceConfig, trusted: Mapping[str, PublicKey], open_fro
 def engine_labels(devices: Sequence[Device]) -> str:
     """The engines that answered, each once."""
     return ", ".join(sorted({device.engine for device in devices}))
+
+
+# -- a device that trains its part of the model
+
+
+@dataclass(frozen=True)
+class PartDevice:
+    """One device's real worker, and what a driver needs beside it."""
+
+    name: str
+    worker: PartWorker
+    keeper: PartKeeper
+    dataset: Dataset
+    terms: Terms
+    wire_labels: NDArray[np.int64]  # (C,)
+    installed: Installed
+    secret: bytes
+    head_of: Callable[[str], Head | None]  # its own head of a run
+
+
+class MemoryStore(PartStore):
+    """The newest part of each run, in memory: nobody is killed in a simulation, and a disk would be waited for."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, PartCheckpoint] = {}
+
+    def steps(self, run: str) -> tuple[int, ...]:
+        return (0, self._held[run].step) if run in self._held else (0,)
+
+    def read(self, run: str, step: int) -> PartCheckpoint | None:
+        held = self._held.get(run)
+        return held if held is not None and held.step == step else None
+
+    def keep(self, checkpoint: PartCheckpoint, after: int, base: int) -> None:
+        part, head = (
+            {name: value.copy() for name, value in tensors.items()} for tensors in (checkpoint.part, checkpoint.head)
+        )
+        self._held[checkpoint.run] = replace(checkpoint, part=part, head=head)
+
+    def read_round(self, run: str, ask: str) -> PartCheckpoint | None:
+        return None
+
+    def keep_round(self, ask: str, checkpoint: PartCheckpoint) -> None:
+        """A round is not interrupted here."""
+
+
+def make_part_device(
+    config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None
+) -> PartDevice:
+    """As edge_runtime.equip_parts does it, but with a trainer and a store of the caller's choice and no meter. What is
+    installed may be shared by devices.
+
+    Raises: CutlayerError of the part that is not ready.
+    """
+    plan, image = installed.training, installed.manifest.image
+    assert plan is not None
+    state = open_state(config.state)
+    state.close()
+    stop = threading.Event()
+    secret, _ = open_secret(state.device_secret, "device secret")
+    site_secret = open_site_secret(config, state, say)
+    dataset = find_images(config, "adapt", state, installed, secret, stop, say)
+    hashed, count = class_list_hash(site_secret, dataset.classes), len(dataset.classes)
+    terms = device_terms(config, installed.manifest, installed.digest, count, hashed, plan)
+    wire_labels = number_classes(terms, site_secret, installed.digest)
+
+    def picture(sample: Sample) -> NDArray[np.uint8]:
+        return read_picture(sample, image)
+
+    head = PartHead(count, secret, plan.optimiser) if terms.label_mode == "client-head" else None
+    keeper = PartKeeper(
+        PartRules(plan, terms.label_mode, wire_labels),
+        TrainingSet(dataset.samples, count, image, plan.augment, PictureCache(picture)),
+        cast(Callable[[TrainingCut], Trainer], open_part), head, store or MemoryStore(), lambda images: None,
+    )  # fmt: skip
+    return PartDevice(
+        config.name, _part_worker(keeper, dataset, installed), keeper, dataset, terms, wire_labels, installed, secret,
+        lambda run: None if head is None else head.as_head(),
+    )  # fmt: skip
+
+
+def with_images(device: PartDevice, folder: Path) -> PartDevice:
+    """The same device, with the same trained part, before other images. Raises: DataError."""
+    max_pixels = device.installed.manifest.image.max_pixels
+    dataset = load_dataset(folder, device.dataset.classes, device.secret, max_pixels, lambda: None)
+    return replace(device, dataset=dataset, worker=_part_worker(device.keeper, dataset, device.installed))
+
+
+def _part_worker(keeper: PartKeeper, dataset: Dataset, installed: Installed) -> PartWorker:
+    image = installed.manifest.image
+    pictures = Pictures(dataset.samples, image, lambda sample: read_picture(sample, image))
+    stages = Stages(NoMeter("a simulated device"), time.monotonic)
+    return PartWorker(keeper, pictures, stages, Surroundings(open_bar, lambda: None), Counters())

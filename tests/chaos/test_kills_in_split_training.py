@@ -29,12 +29,12 @@ class Server:
     def __init__(self, deployment: Deployment, rng: random.Random) -> None:
         self._deployment, self._rng = deployment, rng
         self.process = deployment.start_server(*OPTIONS, "--exit-when-done", strategy="sequential_split")
-        self.dies_s = time.monotonic() + rng.uniform(0.5, 4)
+        self.dies_s = time.monotonic() + rng.uniform(1, 14)
 
     def is_due(self, now_s: float) -> bool:
         """Whether its time has come, which runs from when it listens."""
         if self.dies_s == 0.0 and self._listens():
-            self.dies_s = now_s + self._rng.uniform(0.2, 4)
+            self.dies_s = now_s + self._rng.uniform(0.2, 14)
         return 0.0 < self.dies_s < now_s
 
     def kill(self) -> None:
@@ -73,7 +73,7 @@ def test_twenty_kills_of_each_side_change_nothing(package: Path, tmp_path: Path)
             if process.poll() is None and kills["device"] < KILLS and now_s > due_s[device]:
                 stop(process, signal.SIGKILL)
                 devices[device] = killed.start_device(device, *MODE)
-                due_s[device] = now_s + rng.uniform(1, 10)
+                due_s[device] = now_s + rng.uniform(1, 18)
                 kills["device"] += 1
         time.sleep(0.02)
     assert server.process.returncode == 0, (killed.root / "server.log").read_text()[-2000:]

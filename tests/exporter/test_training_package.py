@@ -108,9 +108,7 @@ def _shipped(exported: Exported) -> nn.Module:
     """The model as a server builds it from the backend folder."""
     plan = json.loads((exported.backend / "export.json").read_text())["plan"]
     model = timm.create_model(plan["model"], **{**plan["model_args"], "num_classes": 0})
-    model.load_state_dict(
-        {k: torch.from_numpy(v) for k, v in load_file(exported.backend / "model.safetensors").items()}
-    )
+    model.load_state_dict(load_tensors(exported.backend / "model.safetensors"))
     return model.eval()
 
 
