@@ -29,7 +29,7 @@ from contract.signature import key_id, load_public
 from contract.tokens import dequantize, wire_steps
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
-from edge_runtime.data import Sample
+from edge_runtime.data import Sample, load_dataset
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.state import open_state, write_durably
 from exporter.checkpoint import load_weights, read_state
@@ -40,6 +40,7 @@ from server_runtime.attacks import ridge
 from server_runtime.plan import FIELDS
 from server_runtime.store import Upload
 from server_runtime.strategies import Settings, Site, linear_probe
+from tools.reproduce_baselines import Budget, Images, run_baseline
 from tools.reproduce_world import SiteFolders, World
 from tools.simulation import Answers, Terms, accuracy_of, adapt, release_for_prediction
 from tools.torch_worker import IMAGES_AT_ONCE, Device, engine_labels, make_device, open_torch
@@ -95,6 +96,39 @@ class Laboratory:
         self._decoders: dict[float, tuple[ridge.RidgeDecoder, NDArray[np.float64]]] = {}
         self._tested: tuple[object, dict[str, NDArray[np.int8]]] = (None, {})
         self._clean_tested: tuple[object, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._test_images: tuple[object, Images] | None = None
+
+    # -- baselines that train in the clear
+
+    def baseline(self, name: str, shots: int, seed: int, budget: Budget) -> dict[str, object]:
+        """One baseline on the images that rows of these shots and this seed are about; no noise, so no kappa.
+
+        Raises: TrainingError, DataError, ConfigError.
+        """
+        started_s = time.monotonic()
+        folders = self._world.site(shots, seed)
+        key = tuple(folders.test.values())
+        if self._test_images is None or self._test_images[0] != key:
+            self._test_images = (key, self._images(folders, folders.test))
+        train, test = self._images(folders, folders.train), self._test_images[1]
+        found = run_baseline(
+            name, self._model, self.folder.cut.index, train, test, len(folders.classes), budget, seed
+        )  # fmt: skip
+        return {
+            **found.document(), "images": len(train.labels), "test_images": len(test.labels),
+            "training_device": f"torch {torch.__version__} on {device_label(self._device)}",
+            "seconds": round(time.monotonic() - started_s, 1),
+        }  # fmt: skip
+
+    def _images(self, folders: SiteFolders, images: Mapping[str, Path]) -> Images:
+        """What the site's devices hold, as they would read it: normalised, each picture once."""
+        samples = [
+            sample
+            for path in images.values()
+            for sample in load_dataset(path, folders.classes, bytes(32), self._rule.max_pixels, lambda: None).samples
+        ]
+        inputs = torch.from_numpy(normalise(self._pictures(samples), self._rule))
+        return Images(inputs, torch.tensor([sample.label for sample in samples]))
 
     # -- the row
 

@@ -16,22 +16,31 @@ PROBES = {
     "lp_released": "linear probe, same uploads, original backend",
     "lp_tuned": "linear probe, same uploads, tuned backend",
 }
+BASELINES = {
+    "split_learning": "frontend and head, backend frozen",
+    "offsite_tuning": "first and last two blocks and head, plugged in",
+    "fine_tuning": "whole model and head",
+    "ln_tuning": "LayerNorms and head",
+}
 METHODS = {"sa": "split adaptation", **PROBES}
 
 Row = dict[str, Any]
 
 
-def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def summarise(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> list[dict[str, Any]]:
     """One cell for each (shots, kappa), in rising order; a spread over one seed is unknown."""
     settings = sorted({(row["shots"], row["kappa"]) for row in rows})
     return [
-        cell_of(sorted((row for row in rows if (row["shots"], row["kappa"]) == setting), key=lambda row: row["seed"]))
+        cell_of(
+            sorted((row for row in rows if (row["shots"], row["kappa"]) == setting), key=lambda row: row["seed"]),
+            baselines,
+        )
         for setting in settings
     ]
 
 
-def cell_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """The figures of one cell's rows, which differ in their seeds alone."""
+def cell_of(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> dict[str, Any]:
+    """The figures of one cell's rows, which differ in their seeds alone, beside the baselines of the same shots."""
     beaten = {probe: margin([row["accuracy"]["sa"] - row["accuracy"][probe] for row in rows]) for probe in PROBES}
     return {
         "shots": rows[0]["shots"],
@@ -41,9 +50,29 @@ def cell_of(rows: Sequence[Row]) -> dict[str, Any]:
         "margins": beaten,
         "sa_beats_all": all(each["mean"] > 0 for each in beaten.values()),
         "verdict": verdict(beaten, len(rows)),
+        "baselines": {
+            name: compared
+            for name in BASELINES
+            if (compared := compare(rows, [each for each in baselines if each["baseline"] == name]))
+        },
         "ridge_psnr_db": spread([row["ridge_psnr_db"] for row in rows]),
         "mean_colour_psnr_db": spread([row["mean_colour_psnr_db"] for row in rows]),
         "engines": sorted({f"{row['frontend_engine']}; trained by {row['training_device']}" for row in rows}),
+    }
+
+
+def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, Any]:
+    """One baseline's spread, and split adaptation's lead over it on the same draws; empty where there is none."""
+    shares = {each["seed"]: each for each in baseline if each["shots"] == rows[0]["shots"]}
+    pairs = [(row, shares[row["seed"]]) for row in rows if row["seed"] in shares]
+    if not pairs:
+        return {}
+    emulated = [each["emulator_accuracy"] for _, each in pairs]
+    return {
+        "seeds": [row["seed"] for row, _ in pairs],
+        "accuracy": spread([each["accuracy"] for _, each in pairs]),
+        "emulator_accuracy": None if None in emulated else spread(emulated),
+        "lead": margin([row["accuracy"]["sa"] - each["accuracy"] for row, each in pairs]),
     }
 
 
@@ -76,6 +105,37 @@ def with_spread(value: dict[str, float | None]) -> str:
     mean, std = value["mean"], value["std"]
     assert mean is not None
     return f"{100 * mean:.2f}" if std is None else f"{100 * mean:.2f} +- {100 * std:.2f}"
+
+
+def baseline_text(compared: dict[str, Any] | None) -> str:
+    """Accuracy of one baseline, of its emulator where it has one, and split adaptation's lead, in per cent."""
+    if compared is None:
+        return "-"
+    emulated, lead = compared["emulator_accuracy"], compared["lead"]
+    inside = "" if emulated is None else f"emulator {with_spread(emulated)}; "
+    ahead = f"SA {100 * lead['mean']:+.1f}, ahead in {lead['ahead']} of {len(compared['seeds'])}"
+    return f"{with_spread(compared['accuracy'])} ({inside}{ahead})"
+
+
+def baselines_table(cells: Sequence[dict[str, Any]], budget: dict[str, Any]) -> Table:
+    """Split adaptation beside the baselines that train in the clear."""
+    rows = tuple(
+        (
+            f"{cell['shots']} shots, kappa {cell['kappa']:g}", with_spread(cell["accuracy"]["sa"]),
+            *(baseline_text(cell["baselines"].get(name)) for name in BASELINES),
+        )
+        for cell in cells
+    )  # fmt: skip
+    rates = ", ".join(f"{rate:g}" for rate in budget["rates"])
+    note = (
+        f"Raw images, no noise, so the same at every kappa; Adam with a cosine, batch {budget['batch']}, "
+        f"{budget['epochs']} epochs (offsite tuning {budget['offsite_epochs']}), learning rate of each draw the best of "
+        f"{rates} on held-out shots in {budget['folds']} folds, of offsite tuning in the plugged-in form. "
+    )
+    return Table(
+        "Baselines that train in the clear, accuracy in %", ("setting", "sa", *BASELINES), rows,
+        note=note + "; ".join(f"{name}: {text}" for name, text in BASELINES.items()),
+    )  # fmt: skip
 
 
 def results_of(document: dict[str, Any]) -> Results:
@@ -120,6 +180,7 @@ def results_of(document: dict[str, Any]) -> Results:
                 shares=tuple(METHODS),
                 note=document["rows"][0]["ridge_note"] if document["rows"] else "",
             ),
+            *([baselines_table(cells, document["baselines_budget"])] if document["baselines"] else []),
         ),
         notes=("kappa is the Laplace scale in standard deviations per channel, in training and in inference alike.",),
     )
