@@ -40,8 +40,8 @@ class PartHead:
     def loss(self, features: Floats, labels: Labels) -> BatchLoss:
         """Mean cross-entropy on features (B, f), and d loss / d features; the head's own gradient waits for `step`.
 
-        Raises: RemoteProtocolError for features of another width than before; TrainingError for a loss that is not
-        finite.
+        Raises: RemoteProtocolError for features of another width than before; TrainingError for a loss or a
+        gradient that is not finite.
         """
         width = features.shape[1]
         if not self._tensors:
@@ -56,11 +56,12 @@ class PartHead:
             )
         with np.errstate(over="ignore", invalid="ignore"):
             loss = softmax_gradient(features @ weight.T + self._tensors["bias"], labels)
-        if not math.isfinite(loss.mean_loss):
+            gradient = {
+                "weight": np.ascontiguousarray(loss.gradient.T @ features), "bias": loss.gradient.sum(axis=0),
+            }  # fmt: skip
+        if not (math.isfinite(loss.mean_loss) and all(np.isfinite(each).all() for each in gradient.values())):
             raise TrainingError("the loss of this device's head is not finite", "lower the learning rate")
-        self._gradient = {
-            "weight": np.ascontiguousarray(loss.gradient.T @ features), "bias": loss.gradient.sum(axis=0),
-        }  # fmt: skip
+        self._gradient = gradient
         return BatchLoss(loss.mean_loss, loss.correct, loss.count, loss.gradient @ weight)
 
     def step(self, rate: float) -> None:

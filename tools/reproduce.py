@@ -1,8 +1,8 @@
 """Run split adaptation against its baselines: one row for each shots, noise strength and seed; a table and verdicts.
 
-Baselines that train in the clear have rows of their own, one for each shots and seed. A finished row is kept in DIR/rows
-and not computed again, so an interrupted reproduction goes on where it was; several commands may work on one DIR, each
-on rows of its own. What a row is is the part of `reproduce_rows` and `reproduce_baselines`.
+Baselines that train in the clear have rows of their own, one for each shots and seed. A finished row is kept in
+DIR/rows and not computed again, so an interrupted reproduction goes on where it was; several commands may work on one
+DIR, each on rows of its own. What a row is is the part of `reproduce_rows` and `reproduce_baselines`.
 """
 
 from __future__ import annotations

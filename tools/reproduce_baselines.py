@@ -1,9 +1,9 @@
-"""Split adaptation's baselines that train part of the model in the clear, on a site's raw training images (SA, Table 1).
+"""Split adaptation's baselines that train a part of the model in the clear, on a site's raw images (SA, Table 1).
 
-fine_tuning: the whole model; ln_tuning: every LayerNorm; split_learning: the frontend, before a frozen backend, which
-monolithic training gives the same gradients as the split form; offsite_tuning: the first and last two blocks, while half
-of the middle is left out, and afterwards plugged back into the whole middle. Each with a new linear head.
-All learn by one recipe on one budget. Rows and files are left to `reproduce`, what to compare with to `reproduce_table`.
+fine_tuning: the whole model; ln_tuning: every LayerNorm; split_learning: the frontend, before a frozen backend (in one
+piece, which has the gradients of the split form); offsite_tuning: the first and last two blocks, while half of the
+middle is left out, and afterwards plugged back into the whole middle. Each with a new linear head, and all by one recipe
+on one budget. Rows and files are left to `reproduce`, what to compare with to `reproduce_table`.
 """
 
 from __future__ import annotations

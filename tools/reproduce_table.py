@@ -129,8 +129,8 @@ def baselines_table(cells: Sequence[dict[str, Any]], budget: dict[str, Any]) -> 
     rates = ", ".join(f"{rate:g}" for rate in budget["rates"])
     note = (
         f"Raw images, no noise, so the same at every kappa; Adam with a cosine, batch {budget['batch']}, "
-        f"{budget['epochs']} epochs (offsite tuning {budget['offsite_epochs']}), learning rate of each draw the best of "
-        f"{rates} on held-out shots in {budget['folds']} folds, of offsite tuning in the plugged-in form. "
+        f"{budget['epochs']} epochs (offsite tuning {budget['offsite_epochs']}), learning rate of each draw the best "
+        f"of {rates} on held-out shots in {budget['folds']} folds, of offsite tuning in the plugged-in form. "
     )
     return Table(
         "Baselines that train in the clear, accuracy in %", ("setting", "sa", *BASELINES), rows,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from contract.errors import ConfigError
+from contract.manifest import LabelMode
 from edge_runtime.config import DeviceConfig, device_config, is_loopback, resolve_config
 
 NEEDED = """
@@ -29,6 +31,12 @@ def test_what_the_command_line_leaves_out_comes_from_edge_toml(tmp_path: Path) -
     assert (config.alpha, config.kappa_floor, config.max_releases) == (None, None, 1)
 
 
+@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient", "client-head", "raw-label"])
+def test_every_label_mode_of_a_package_can_be_set(tmp_path: Path, mode: str) -> None:
+    assert mode in get_args(LabelMode)
+    assert read(tmp_path, f"{NEEDED}label_mode = '{mode}'").label_mode == mode
+
+
 def test_flags_go_over_environment_over_file(tmp_path: Path) -> None:
     flags = {"name": "pi-2"}
     config = read(tmp_path, flags=flags, CUTLAYER_DEVICE_NAME="pi-3", CUTLAYER_DEVICE_THREADS="2")
@@ -50,7 +58,7 @@ def test_a_missing_setting_names_flag_variable_and_key(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("label_mode = 'permuted'", "permuted-label"),
-        ("label_mode = 'raw-label'", "one of permuted-label"),
+        ("label_mode = 'raw'", "one of permuted-label, logit-gradient, client-head, raw-label"),
         ("noise = 'none'", "keyed, fresh"),
         ("alpha = -0.1", "alpha should be 0.0 to 1.0"),
         ("kappa_floor = -1", "kappa_floor"),

@@ -115,9 +115,12 @@ def test_features_of_another_width_are_refused() -> None:
 def test_a_loss_that_is_not_finite_stops_the_training_and_moves_nothing() -> None:
     one = head()
     train(one, 1)
+    state = {name: value.copy() for name, value in one.state().items()}
+    state["weight"][...] = 3e38  # as after steps that were too long
+    one.load_state(state)
     before = bits(one)
     with pytest.raises(TrainingError, match="head is not finite"):
-        one.loss(np.full((6, 4), 3e38, np.float32), LABELS)
+        one.loss(FEATURES * 100, LABELS)
     one.step(0.125)
     assert bits(one) == before
 

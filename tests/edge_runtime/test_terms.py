@@ -2,14 +2,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-import numpy as np
 import pytest
 
 from contract.errors import RefusedError
+from contract.manifest import LabelMode
 from contract.messages import ASK_KINDS, Ask
-from edge_runtime.terms import ASKS_OF_MODE, Terms, check_ask, check_kappa, device_terms
+from contract.training import TrainingPlan
+from edge_runtime.terms import ASKS_OF_MODE, PART_ASKS_OF_MODE, Terms, check_ask, check_kappa, device_terms
 from tests.edge_runtime.fake_package import Package, write_device, write_package
+from tests.edge_runtime.fake_trainer import plan
+from tests.golden.samples import MESSAGES
 
 
 @pytest.fixture
@@ -46,23 +50,61 @@ def test_a_label_mode_that_the_package_rules_out_is_refused(tmp_path: Path, pack
         terms(tmp_path, only, label_mode="client-head")
 
 
-@pytest.mark.parametrize("mode", sorted(ASKS_OF_MODE))
-@pytest.mark.parametrize("kind", sorted(ASK_KINDS))
-def test_each_mode_allows_its_own_asks_and_no_other(tmp_path: Path, package: Package, mode: str, kind: str) -> None:
-    agreed = terms(tmp_path, package, label_mode=mode)
-    ids, values = np.zeros((1, 16), np.uint8), np.zeros((1, 3), np.float32)
-    ask = {
-        "collect_features": lambda: Ask("a", kind, {"kappa": 1.0, "seed": 1}, 1.0),
-        "score_batch": lambda: Ask("a", kind, {"split": "train"}, 1.0, {"logits": values, "sample_ids": ids}),
-        "head_step": lambda: Ask(
-            "a", kind, {"step": 1, "after": 0, "base": 0}, 1.0, {"features": values, "sample_ids": ids}
-        ),
-    }[kind]()
-    if kind in ASKS_OF_MODE[mode]:
-        check_ask(ask, agreed)
-    else:
-        with pytest.raises(RefusedError, match=kind):
+MODES = ("raw-label", "permuted-label", "logit-gradient", "client-head")
+PART = {"load_part", "forward", "settle", "upload_part"}
+ALLOWED: dict[tuple[str, str], set[str]] = {
+    ("frontend", "permuted-label"): {"collect_features"},
+    ("frontend", "logit-gradient"): {"collect_features", "score_batch"},
+    ("frontend", "client-head"): {"collect_features", "head_step"},
+    ("parts", "raw-label"): PART,
+    ("parts", "permuted-label"): PART,  # a batch_loss would give the labels away
+    ("parts", "logit-gradient"): PART | {"batch_loss"},
+    ("parts", "client-head"): PART | {"batch_loss"},
+    **{("whole", mode): {"load_part", "local_round"} for mode in MODES},
+}
+ASKS = {message.kind: message for message in MESSAGES.values() if isinstance(message, Ask)}
+
+
+def training(holds: str, class_count: int | None = 3) -> TrainingPlan | None:
+    whole = holds == "whole"
+    return None if holds == "frontend" else plan(whole_model=whole, class_count=class_count)
+
+
+def training_terms(tmp_path: Path, package: Package, holds: str, mode: str, class_count: int | None = 3) -> Terms:
+    any_mode = replace(package, manifest=replace(package.manifest, label_modes=MODES))
+    config = write_device(tmp_path, any_mode, tmp_path, label_mode=mode)
+    plan_of_it = training(holds, class_count)
+    return device_terms(config, any_mode.manifest, package.digest, 3, bytes(32), plan_of_it)
+
+
+@pytest.mark.parametrize(("holds", "mode"), ALLOWED)
+def test_each_package_and_mode_allows_its_own_asks_and_no_other(
+    tmp_path: Path, package: Package, holds: str, mode: str
+) -> None:
+    agreed = training_terms(tmp_path, package, holds, mode)
+    assert ASKS.keys() == ASK_KINDS.keys()
+    for kind, ask in ASKS.items():
+        if kind in ALLOWED[holds, mode]:
             check_ask(ask, agreed)
+        else:
+            with pytest.raises(RefusedError, match=kind) as error:
+                check_ask(ask, agreed)
+            assert mode in error.value.cause and error.value.cure
+
+
+def test_every_mode_that_there_is_has_its_asks() -> None:
+    assert set(PART_ASKS_OF_MODE) == set(MODES) == set(get_args(LabelMode))
+    assert set(ASKS_OF_MODE) == {mode for holds, mode in ALLOWED if holds == "frontend"}
+
+
+@pytest.mark.parametrize("holds", ["parts", "whole"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_package_with_a_head_of_its_own_wants_that_many_classes(
+    tmp_path: Path, package: Package, holds: str, mode: str
+) -> None:
+    assert training_terms(tmp_path, package, holds, mode, None).class_count == 3
+    with pytest.raises(RefusedError, match=r"number of classes: here 3, there 10 \(the package's own head\)"):
+        training_terms(tmp_path, package, holds, mode, 10)
 
 
 def test_noise_that_is_no_number_is_below_every_floor(tmp_path: Path, package: Package) -> None:
