@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.torch
-import timm
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -23,6 +22,7 @@ from torch.nn import functional
 from contract.errors import ExportError, PackageError
 from contract.training import OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
+from exporter.split import create
 
 from .backend import load_module, module_state, place
 from .backend_folder import TrainingFolder
@@ -66,7 +66,7 @@ def load(folder: TrainingFolder, device: torch.device) -> Shipped:
 def _create(folder: TrainingFolder) -> nn.Module:
     arguments = {**folder.model_args, "num_classes": 0}
     try:
-        module = timm.create_model(folder.model, pretrained=False, **arguments)
+        module = create(folder.model, False, arguments)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ExportError(
             f"timm could not build {folder.model} with {arguments}: {error}",

@@ -162,7 +162,9 @@ class Pictures:
 
     def read(self, files: Sequence[ImageFile]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """(B, 3, h, w) normalised, and class numbers (B,)."""
-        return normalise(np.stack(list(self._pixels(files))), self._rule), np.array([each.class_index for each in files])
+        return normalise(np.stack(list(self._pixels(files))), self._rule), np.array(
+            [each.class_index for each in files]
+        )
 
     def _pixels(self, files: Sequence[ImageFile]) -> Iterator[NDArray[np.uint8]]:
         for file in files:

@@ -33,6 +33,10 @@ ROW_SCHEMA = 1
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["split"]:
+        from tools import reproduce_split  # it has options of its own
+
+        return reproduce_split.main(sys.argv[2:])
     options = parse(sys.argv[1:])
     root = open_output(options.output)
     world = prepare(options, root / "scratch" / ("quick" if options.quick else "full"))
@@ -57,7 +61,7 @@ def main() -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("study", choices=["sa"], help="sa: split adaptation")
+    parser.add_argument("study", choices=["sa"], help="sa: split adaptation (split: see split --help)")
     parser.add_argument(
         "--quick", action="store_true", help="digits and a small model: minutes on two cores, no archives"
     )

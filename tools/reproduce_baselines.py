@@ -2,8 +2,8 @@
 
 fine_tuning: the whole model; ln_tuning: every LayerNorm; split_learning: the frontend, before a frozen backend (in one
 piece, which has the gradients of the split form); offsite_tuning: the first and last two blocks, while half of the
-middle is left out, and afterwards plugged back into the whole middle. Each with a new linear head, and all by one recipe
-on one budget. Rows and files are left to `reproduce`, what to compare with to `reproduce_table`.
+middle is left out, and afterwards plugged back into the whole middle. Each with a new linear head. All learn by one
+recipe on one budget. Rows and files are left to `reproduce`, what to compare with to `reproduce_table`.
 """
 
 from __future__ import annotations

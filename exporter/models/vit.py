@@ -35,10 +35,31 @@ class Frontend(nn.Module):
         self.norm_pre = model.norm_pre
         self.blocks = nn.Sequential(*list(model.blocks)[:k])
 
-    def forward(self, images: Tensor) -> Tensor:
-        patches = self.patch_embed(images)  # (B, N, d)
-        tokens = self.model_class._pos_embed(self, patches)  # (B, T, d); each class places its prefix tokens itself
+    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+        """With `keep` (B, K), int64 patch positions, the tokens are the prefix and those K patches: (B, T - N + K, d)."""
+        if keep is None:
+            patches = self.patch_embed(images)  # (B, N, d)
+            tokens = self.model_class._pos_embed(self, patches)  # (B, T, d); each class places its prefix tokens itself
+        else:
+            tokens = self._kept_tokens(images, keep)
         return self.blocks(self.norm_pre(self.patch_drop(tokens)))
+
+    def _kept_tokens(self, images: Tensor, keep: Tensor) -> Tensor:
+        """Raw patches are picked before they are embedded: what is left out costs nothing, forward or backward."""
+        (rows, columns), (high, wide) = self.patch_embed.grid_size, self.patch_embed.patch_size
+        batch, count, kernel = images.shape[0], rows * columns, self.patch_embed.proj.weight
+        cells = images.reshape(batch, images.shape[1], rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
+        places = (keep + torch.arange(batch, device=keep.device).unsqueeze(1) * count).flatten()
+        picked = cells.reshape(batch * count, -1).index_select(0, places)
+        embedded = nn.functional.linear(picked, kernel.flatten(1), self.patch_embed.proj.bias)
+        patches = self.patch_embed.norm(embedded.reshape(batch, keep.shape[1], -1))
+        prefix = [each for each in (self.cls_token, self.dist_token, self.reg_token) if each is not None]
+        first = torch.cat(prefix, 1).expand(batch, -1, -1) if prefix else patches[:, :0]
+        if self.pos_embed is not None:
+            placed = self.pos_embed.shape[1] - count  # prefix tokens that have a position
+            patches = patches + nn.functional.embedding(keep, self.pos_embed[0, placed:])
+            first = first + self.pos_embed[:, :placed] if placed else first
+        return self.pos_drop(torch.cat([first, patches], 1) if prefix else patches)
 
 
 class Backend(nn.Module):

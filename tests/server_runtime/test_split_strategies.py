@@ -20,6 +20,7 @@ from server_runtime.split_model import Shipped  # noqa: E402
 from server_runtime.strategies import Ask, PartStrategy, Reply, Settings  # noqa: E402
 from tests.server_runtime.tiny_training import (  # noqa: E402
     MODES,
+    RESNET,
     Device,
     Drive,
     Whole,
@@ -105,6 +106,16 @@ def test_one_device_alone_trains_as_the_whole_model_would(
     assert_close(weights_of(strategy), unsplit(of, alone, settings).named())
     assert run.records[-1]["loss"] < run.records[0]["loss"]
     assert alone.asked.count("load_part") == 1
+
+
+@pytest.mark.parametrize("cut", ["2", "4"])
+def test_a_network_with_batch_statistics_trains_as_the_whole_would(cut: str, model: Model) -> None:
+    of = model(model=RESNET, cuts=(2, 4))
+    settings = replace(SETTINGS, cuts=cut, epochs=2)
+    alone = device("pi", of, 24)
+    found = weights_of(Drive(builder("centralised", of, settings), {"pi": alone}).run())
+    wanted = {key: value for key, value in unsplit(of, alone, settings).named().items() if "num_batches" not in key}
+    assert_close({key: found[key] for key in wanted}, wanted, 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient"])

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import timm
 import torch
 from torch import nn
 from torch.nn import functional
@@ -27,6 +26,7 @@ from contract.epoch_order import batch_edges, epoch_order
 from contract.messages import ASK_KINDS, Activations, Gradient, Settled, Update
 from contract.training import AugmentRule, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
+from exporter.split import create
 from server_runtime import backend, backend_folder, split_model
 from server_runtime.backend import new_head
 from server_runtime.split_model import Shipped
@@ -36,6 +36,8 @@ from tests.golden.samples import MANIFEST
 CLASSES = 3
 SIZE = 16
 VIT = ("vit_tiny_patch16_224", {"img_size": SIZE, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3})
+# A ResNet of two small stages would be another family: the smallest that timm names, on pictures of 16 pixels.
+RESNET = ("resnet18", {"small_images": True, "img_size": SIZE})
 SGD = OptimiserRule()
 MODES = ("raw-label", "permuted-label", "logit-gradient", "client-head")
 
@@ -44,7 +46,7 @@ def whole_model(name: str, arguments: Mapping[str, Any], seed: int = 0) -> nn.Mo
     """A random model without its classifier."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return timm.create_model(name, pretrained=False, **arguments, num_classes=0)
+        return create(name, False, {**arguments, "num_classes": 0})
 
 
 def plan_of(

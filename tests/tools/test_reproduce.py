@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 
 from contract.errors import DataError, UsageError
-from tools.reproduce import asked_of, cells_of, finished, parse, run_rows
+from tools.reproduce import (
+    BaselineCell,
+    asked_of,
+    baselines_of,
+    cells_of,
+    finished,
+    parse,
+    run_baselines,
+    run_rows,
+)
+from tools.reproduce_baselines import CHOOSE, QUICK_BUDGET, Budget
 from tools.reproduce_rows import Cell, Found, mean_by_images
-from tools.reproduce_table import cell_of, results_of, spread, summarise
+from tools.reproduce_table import BASELINES, cell_of, results_of, spread, summarise
 from tools.reproduce_world import ARCHIVES, draw_shots, full_world, made, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +42,13 @@ def figures(sa: float, clean: float = 0.5, released: float = 0.3, tuned: float =
 
 def row(shots: int, kappa: float, seed: int, sa: float, **probes: float) -> dict[str, Any]:
     return {"shots": shots, "kappa": kappa, "seed": seed, **figures(sa, **probes)}
+
+
+def baseline(name: str, shots: int, seed: int, share: float, emulator: float | None = None) -> dict[str, Any]:
+    return {
+        "baseline": name, "shots": shots, "seed": seed, "accuracy": share, "emulator_accuracy": emulator, "lr": 1e-4,
+        "held_out_accuracy": 0.5, "images": 50, "test_images": 100, "training_device": "torch 2 on cpu", "seconds": 1.0,
+    }  # fmt: skip
 
 
 # -- what is asked
@@ -53,6 +70,19 @@ def test_quick_is_small_and_runs_the_devices_own_engine() -> None:
     assert cells_of(options.shots, options.kappas, options.seeds) == [Cell(5, 0.25, 1), Cell(5, 1.0, 1)]
 
 
+def test_baselines_in_the_clear_are_all_asked_for_unless_it_must_be_quick() -> None:
+    assert parse(["sa"]).baselines == list(CHOOSE) == list(BASELINES)
+    assert parse(["sa", "--quick"]).baselines == [] == parse(["sa", "--baselines", "none"]).baselines
+    chosen = parse(["sa", "--quick", "--baselines", "ln_tuning,split_learning,ln_tuning"]).baselines
+    assert chosen == ["ln_tuning", "split_learning"]
+
+
+def test_a_baseline_is_asked_for_once_whatever_the_noise() -> None:
+    assert baselines_of(["ln_tuning"], [5, 10], [1, 42]) == [
+        BaselineCell("ln_tuning", shots, seed) for seed in (1, 42) for shots in (5, 10)
+    ]
+
+
 def test_rows_are_chosen_and_named_once() -> None:
     options = parse(["sa", "--seeds", "3,1,3", "--shots", "2", "--kappas", "0.5"])
     assert cells_of(options.shots, options.kappas, options.seeds) == [Cell(2, 0.5, 3), Cell(2, 0.5, 1)]
@@ -68,6 +98,7 @@ def test_rows_are_chosen_and_named_once() -> None:
         (["sa", "--kappas", "1.5"], "--kappas has 1.5"),
         (["sa", "--kappas", "nan"], "--kappas has nan"),
         (["sa", "--engine", "fake"], "fake"),
+        (["sa", "--baselines", "ln_tuning,lora"], "--baselines.*'lora'"),
         (["sa", "--test-images", "0"], "--test-images"),
         (["sa", "--quick", "--test-images", "10"], "--test-images belongs"),
         (["sa", "--quick", "--shared", "x"], "--shared belongs"),
@@ -78,7 +109,7 @@ def test_rows_are_chosen_and_named_once() -> None:
 def test_what_cannot_be_run_is_refused_by_name(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said) as error:
         parse(words)
-    others = {"--seeds", "--shots", "--kappas", "--shared", "--test-images"} - set(words)
+    others = {"--seeds", "--shots", "--kappas", "--shared", "--test-images", "--baselines"} - set(words)
     assert not [flag for flag in others if flag in error.value.cause]
 
 
@@ -136,6 +167,22 @@ def test_finished_rows_are_not_computed_again(tmp_path: Path) -> None:
     again = run_rows(tmp_path, ASKED, cells, compute)
     assert computed == cells and again[0] == first[0]
     assert again[1] == {**ASKED, **vars(cells[1]), **figures(0.6)}
+
+
+def test_finished_baselines_are_kept_whatever_the_engine_but_not_for_another_budget(tmp_path: Path) -> None:
+    computed: list[BaselineCell] = []
+
+    def compute(cell: BaselineCell) -> dict[str, Any]:
+        computed.append(cell)
+        return baseline(cell.baseline, cell.shots, cell.seed, 0.6)
+
+    cells = baselines_of(["ln_tuning", "split_learning"], [5], [1])
+    first = run_baselines(tmp_path, ASKED, cells[:1], QUICK_BUDGET, compute)
+    again = run_baselines(tmp_path, {**ASKED, "engine": "torch"}, cells, QUICK_BUDGET, compute)
+    assert computed == cells and again[0] == first[0]
+    assert first[0]["budget"] == json.loads(json.dumps(QUICK_BUDGET.document()))
+    run_baselines(tmp_path, ASKED, cells[:1], Budget(), compute)
+    assert computed == [*cells, cells[0]]
 
 
 def test_a_figure_never_takes_the_place_of_what_was_asked() -> None:
@@ -196,15 +243,39 @@ def test_cells_are_by_shots_and_kappa() -> None:
     assert cells[1]["accuracy"]["sa"]["mean"] == pytest.approx(0.55)
 
 
+def test_baselines_stand_beside_every_cell_of_their_shots_paired_by_seed() -> None:
+    rows = [row(5, kappa, seed, 0.6 + 0.1 * place) for kappa in (0.25, 1.0) for place, seed in enumerate((1, 42))]
+    others = [baseline("ln_tuning", 5, 42, 0.8), baseline("ln_tuning", 5, 1, 0.5), baseline("ln_tuning", 10, 1, 0.0)]
+    for cell in summarise(rows, others):
+        assert set(cell["baselines"]) == {"ln_tuning"}
+        compared = cell["baselines"]["ln_tuning"]
+        assert compared["seeds"] == [1, 42] and compared["emulator_accuracy"] is None
+        assert compared["accuracy"]["mean"] == pytest.approx(0.65)
+        assert compared["lead"] == {"mean": pytest.approx(0.0), "std": pytest.approx(0.1414, abs=1e-4), "ahead": 1}
+
+
+def document(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "data": "digits", "package_digest": "ab" * 32, "backend_lr": 1e-5, "head_lr": 1e-3, "alpha": 0.1, "rows": rows,
+        "cells": summarise(rows, baselines), "baselines": baselines, "baselines_budget": Budget().document(),
+    }  # fmt: skip
+
+
 def test_the_report_says_engine_and_verdict_of_every_row() -> None:
-    rows = [row(5, 1.0, 1, 0.6)]
-    page = results_of(
-        {"data": "digits", "package_digest": "ab" * 32, "backend_lr": 1e-5, "head_lr": 1e-3, "alpha": 0.1,
-         "rows": rows, "cells": summarise(rows)}
-    )  # fmt: skip
+    page = results_of(document([row(5, 1.0, 1, 0.6)], []))
     verdicts, listed = page.tables[1].rows, page.tables[2].rows
     assert verdicts[0][1].startswith("SA beats all three")
     assert "torch 2 on cpu" in listed[0]
+    assert len(page.tables) == 3
+
+
+def test_the_report_says_grid_and_budget_and_the_emulators_accuracy() -> None:
+    table = results_of(document([row(5, 1.0, 1, 0.6)], [baseline("offsite_tuning", 5, 1, 0.55, 0.4)])).tables[3]
+    (line,) = table.rows
+    cells = dict(zip(table.columns, line, strict=True))
+    assert cells["offsite_tuning"] == "55.00 (emulator 40.00; SA +5.0, ahead in 1 of 1)"
+    assert (cells["sa"], cells["fine_tuning"]) == ("60.00", "-")
+    assert "100 epochs (offsite tuning 50)" in table.note and "1e-05, 0.0001, 0.001, 0.01" in table.note
 
 
 def test_devices_count_by_their_images() -> None:
@@ -223,6 +294,8 @@ def test_a_quick_run_ends_with_a_table_and_goes_on_from_its_rows(tmp_path: Path)
         "2",
         "--kappas",
         "0.25",
+        "--baselines",
+        "offsite_tuning,split_learning",
         "-o",
         tmp_path,
     ]
@@ -239,4 +312,6 @@ def test_a_quick_run_ends_with_a_table_and_goes_on_from_its_rows(tmp_path: Path)
     assert only["mean_colour_psnr_db"] < only["ridge_psnr_db"] < 40
     assert all(0.3 < share <= 1 for share in only["accuracy"].values())  # chance is 0.2 +- 0.014
     assert document["cells"][0]["verdict"].startswith("SA ")
+    assert [each["baseline"] for each in document["baselines"]] == ["offsite_tuning", "split_learning"]
+    assert all(0.3 < each["accuracy"] <= 1 for each in document["baselines"])
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

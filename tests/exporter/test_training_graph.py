@@ -1,0 +1,314 @@
+"""Training graphs beside torch's own gradients: every kind of part, every batch size, and the refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, nn
+from torch.nn import functional
+
+from contract.errors import ExportError, GateError
+from exporter.architecture import create
+from exporter.split import split_model
+from exporter.training_check import (
+    TrainingRule,
+    check_training_graphs,
+    compare,
+    random_feeds,
+    run_named,
+    session_of,
+    torch_reference,
+)
+from exporter.training_graph import TrainingGraphs, make_training_graphs
+from exporter.training_onnx import check
+from tests.exporter import tiny
+
+SHAPE = (3, 16, 16)
+CLASSES = 4
+
+
+class Convolutions(nn.Module):
+    """Strided, dilated, grouped, depthwise and pointwise ones, smooth activations, and BatchNorm in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 1, 1, bias=False), nn.BatchNorm2d(6), nn.SiLU(),
+            nn.Conv2d(6, 12, 3, 2, 1), nn.SiLU(),
+            nn.Conv2d(12, 12, 3, 1, 1, groups=12), nn.GELU(),
+            nn.Conv2d(12, 8, 3, 1, 2, dilation=2, groups=2), nn.Tanh(),
+            nn.Conv2d(8, 10, 1, 2, bias=False), nn.BatchNorm2d(10), nn.SiLU(), nn.Conv2d(10, 6, 2, 2),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Pooled(nn.Module):
+    """Both kinds of max-pool, ReLU, and a projection head: global average, linear, unit length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 6, 3, 1, 1), nn.BatchNorm2d(6)
+        self.near, self.far = nn.MaxPool2d(2, 2), nn.MaxPool2d(3, 2, 1)
+        self.act, self.project = nn.ReLU(inplace=True), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.far(self.near(self.act(self.norm(self.conv(x)))))
+        return functional.normalize(self.project(x.mean((2, 3))), dim=1)
+
+
+class Skips(nn.Module):
+    """A frozen backbone in evaluation mode beside a trained skip, weighed by alpha, with EEFT's complexity as loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6))
+        self.pool, self.skip, self.norm = nn.MaxPool2d(3, 2, 1), nn.Conv2d(3, 6, 1, bias=False), nn.BatchNorm2d(6)
+        self.head, self.alpha, self.beta = nn.Linear(6, CLASSES), nn.Parameter(torch.tensor([-1.0])), nn.Parameter(torch.tensor([2.0, 1.0]))  # fmt: skip
+
+    def train(self, mode: bool = True) -> Skips:
+        super().train(mode)
+        self.block.eval()
+        return self
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, beta = torch.sigmoid(self.alpha), torch.softmax(self.beta, 0)
+        skip = self.norm(self.skip(self.pool(x)))
+        mixed = functional.silu(alpha * self.block(x) + beta[0] * skip + beta[1] * skip * skip)
+        z = self.head(mixed.mean((2, 3)))
+        complexity = (alpha * 162.0).sum() / 180 - (beta * 18.0).sum() / 180
+        return z, (z * z).sum(1).mean(0) + 0.3 * complexity
+
+
+class Prototypes(nn.Module):
+    """1 - cosine to a prototype that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.project = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 5)
+        self.register_buffer("prototype", functional.normalize(torch.randn(1, 5), dim=1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = functional.normalize(self.project(functional.silu(self.conv(x)).mean((2, 3))), dim=1)
+        return z, (1 - (z * self.prototype).sum(1)).mean(0)
+
+
+def shaken(part: nn.Module, seed: int = 0) -> nn.Module:
+    """In train mode, with norms that are neither 0 nor 1, so that every factor shows."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in [*part.named_parameters(), *part.named_buffers()]:
+            if value.ndim == 1 and value.is_floating_point() and value.numel() > 2:
+                noise = torch.rand(value.shape, generator=rng)
+                value.copy_(0.5 + noise if name.endswith(("weight", "var")) else noise - 0.5)
+    return part.train()
+
+
+def vit_part() -> nn.Module:
+    return split_model(tiny.tiny_model(), 2)[0].train()
+
+
+def resnet(**more: object) -> nn.Module:
+    arguments = {"small_images": True, "num_classes": CLASSES, "channels": (8, 8, 12, 16), "layers": (1, 1, 1, 1)}
+    model = create("resnet18", False, {**arguments, **more})
+    return model
+
+
+PARTS = {
+    "convolutions": (Convolutions, SHAPE),
+    "pooled": (Pooled, SHAPE),
+    "skips": (Skips, SHAPE),
+    "prototypes": (Prototypes, SHAPE),
+    "vit": (vit_part, tiny.SHAPE),
+    "vgg": (lambda: split_model(create("vgg11_bn", False, {"small_images": True}), 4)[0], SHAPE),
+}
+
+
+def make(part: nn.Module, shape: tuple[int, int, int] = SHAPE, **more: object) -> TrainingGraphs:
+    trained = [name for name, _ in part.named_parameters() if not name.startswith("block.")]
+    return make_training_graphs(part, shape, trainable=trained, **more)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_at_every_batch_size_are_those_of_float64(name: str) -> None:
+    torch.manual_seed(0)
+    builder, shape = PARTS[name]
+    part = shaken(builder())
+    graphs = make(part, shape)
+    for batch in (1, 2, 3, 5, 8, 32):
+        figures = check_training_graphs(part, graphs, shape, rule=TrainingRule(batch=batch))
+        assert figures.flips or figures.gradient_error < 1e-4
+
+
+@pytest.mark.parametrize("kept", [1, 4, 11, 16])
+def test_a_masked_vit_trains_on_any_number_of_kept_patches(kept: int, masked: SimpleNamespace) -> None:
+    figures = check_training_graphs(masked.part, masked.graphs, tiny.SHAPE, kept=kept, patches=16)
+    assert figures.gradient_error < 1e-4
+
+
+@pytest.fixture(scope="module")
+def masked() -> SimpleNamespace:
+    part = vit_part()
+    return SimpleNamespace(part=part, graphs=make(part, tiny.SHAPE, kept_tokens=True))
+
+
+def test_keeping_every_patch_is_no_masking(masked: SimpleNamespace) -> None:
+    inputs = tiny.images(3)
+    with torch.no_grad():
+        whole = masked.part(inputs)
+        torch.testing.assert_close(masked.part(inputs, torch.arange(16).repeat(3, 1)), whole, rtol=1e-4, atol=1e-4)
+    assert masked.graphs.output_shape == (0, 48) and masked.graphs.evaluated_shape == (17, 48)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_whole_network_with_cross_entropy(recompute: bool) -> None:
+    torch.manual_seed(0)
+    part = shaken(resnet())
+    graphs = make(part, tiny.SHAPE, loss="cross-entropy", class_count=CLASSES, recompute=recompute)
+    check_training_graphs(part, graphs, tiny.SHAPE, class_count=CLASSES)
+    ends = onnx.load_from_string(graphs.backward).graph.input
+    saved = sum(each.name.startswith("saved:") for each in ends)
+    assert saved == graphs.saved and (saved == 0) is recompute
+    assert "grad_z" not in {each.name for each in ends}
+
+
+def test_running_statistics_are_torchs_own() -> None:
+    part = shaken(Convolutions())
+    graphs = make(part)
+    feeds = random_feeds(part, graphs, SHAPE, 3, kept=None, patches=None, class_count=None)
+    before = {name: feeds[name].copy() for name in graphs.buffers}
+    found = run_named(session_of(graphs.forward, 2), feeds)
+    part(torch.from_numpy(feeds["x"]))
+    assert set(graphs.moved) == set(graphs.buffers)
+    for name, value in part.named_buffers():
+        if value.is_floating_point():
+            np.testing.assert_allclose(found[f"new:{name}"], value.numpy(), rtol=1e-5, atol=1e-6)
+    for name in graphs.buffers:
+        np.testing.assert_array_equal(feeds[name], before[name]) if name not in dict(part.named_buffers()) else None
+
+
+def test_evaluation_uses_running_statistics() -> None:
+    part = shaken(Convolutions())
+    graphs = make(part)
+    feeds = random_feeds(part, graphs, SHAPE, 2, kept=None, patches=None, class_count=None)
+    found = run_named(session_of(graphs.evaluate, 1), feeds)["z"]
+    with torch.no_grad():
+        expected = part.eval()(torch.from_numpy(feeds["x"])).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_part_keeps_its_modes_and_its_weights() -> None:
+    part = shaken(Skips())
+    before = {name: value.clone() for name, value in part.state_dict().items()}
+    make(part)
+    assert part.training and not part.block[1].training
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_wrong_gradient_does_not_pass_the_gate() -> None:
+    part = shaken(Prototypes())
+    graphs = make(part)
+    model = onnx.load_from_string(graphs.backward)
+    convolution = next(node for node in model.graph.node if "grad:project.bias" in node.output)
+    convolution.output[:] = ["half" if each == "grad:project.bias" else each for each in convolution.output]
+    model.graph.initializer.append(helper.make_tensor("factor", TensorProto.FLOAT, [], [0.5]))
+    model.graph.node.append(helper.make_node("Mul", ["half", "factor"], ["grad:project.bias"]))
+    changed = {**vars(graphs), "backward": model.SerializeToString()}
+    with pytest.raises(GateError, match="project.bias"):
+        check_training_graphs(part, TrainingGraphs(**changed), SHAPE)
+
+
+def test_comparison_counts_flips() -> None:
+    part = shaken(Pooled())
+    graphs = make(part)
+    feeds = random_feeds(part, graphs, SHAPE, 4, kept=None, patches=None, class_count=None)
+    assert compare(part, graphs, feeds, 1).flips >= 0
+    _, sides = torch_reference(part, graphs, feeds, torch.float64)
+    assert len(sides) == 3
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.linear(x.mean((2, 3))), 0.5, self.training)
+
+
+class Fixed(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3))).reshape(5, 3)
+
+
+class Unused(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3)) * self.linear.bias
+
+
+class Unknown(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(self.linear(x.mean((2, 3))), 1)
+
+
+class Lifted(Dropping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3))) @ self.hidden
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)), "at random"),
+        (Dropping(), "random"),
+        (Fixed(), "."),
+        (Unused(), "linear.weight has no influence"),
+        (Unknown(), "cumsum"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)), "momentum"),
+        (nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), "."),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(part: nn.Module, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        make(part.train())
+
+
+def test_a_weight_that_is_no_parameter_is_refused() -> None:
+    part = Lifted()
+    part.hidden = None
+    del part.hidden
+    object.__setattr__(part, "hidden", torch.randn(3, 100))
+    with pytest.raises(ExportError):
+        make(part.train())
+
+
+@pytest.mark.parametrize("trainable", [[], ["no.such"]])
+def test_names_that_are_not_there_are_refused(trainable: list[str]) -> None:
+    with pytest.raises(ExportError):
+        make_training_graphs(Prototypes(), SHAPE, trainable=trainable)
+
+
+def test_a_scatter_that_races_is_refused() -> None:
+    node = helper.make_node("ScatterND", ["x", "i", "u"], ["y"], reduction="add")
+    kinds = (("x", TensorProto.FLOAT), ("i", TensorProto.INT64), ("u", TensorProto.FLOAT), ("y", TensorProto.FLOAT))
+    x, i, u, y = (helper.make_tensor_value_info(name, kind, ["batch", 1]) for name, kind in kinds)
+    model = helper.make_model(
+        helper.make_graph([node], "g", [x, i, u], [y]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
+    with pytest.raises(ExportError, match="ScatterND"):
+        check(model, "backward", set(), {})
+
+
+def test_files_name_nothing_of_this_machine() -> None:
+    graphs = make(shaken(Prototypes()))
+    for data in (graphs.forward, graphs.backward, graphs.evaluate):
+        model = onnx.load_from_string(data)
+        assert model.ir_version == 10 and model.producer_name == "cutlayer"
+        assert not model.graph.value_info and not any(node.doc_string or node.metadata_props for node in model.graph.node)

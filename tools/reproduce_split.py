@@ -1,0 +1,249 @@
+"""Run the strategies of split training side by side: one row for each model, strategy and seed; curves and a table.
+
+A finished row is kept in DIR/rows and not computed again; several commands may work on one DIR, each on rows of its own
+(`--only`, or lists), and `--table` puts together what is there. What a row is is `reproduce_split_rows`' part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contract import manifest as manifests
+from contract.canonical import INT_MAX
+from contract.console import ArgumentParser, print_document, say
+from contract.errors import UsageError, suggest
+from server_runtime.files import write_atomic
+from server_runtime.report import to_html, to_text
+from tools.output import open_output
+from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE, SplitCell, SplitLaboratory, SplitRates
+from tools.reproduce_split_table import Row, compare, results_of, summarise
+from tools.reproduce_split_world import (
+    ARCHIVE,
+    FULL_CLASSES,
+    SplitWorld,
+    export_part_package,
+    full_split_world,
+    quick_split_world,
+)
+from tools.reproduce_world import ROOT, alone
+
+ROW_SCHEMA = 1
+STRATEGIES = ("sequential_split", "parallel_split", "split_fed", "fed_avg", "centralised")
+MODELS = {"quick": ("resnet18",), "full": ("resnet18", "vgg16_bn")}
+DEFAULTS: dict[str, dict[str, Any]] = {  # by world
+    "quick": {"seeds": [0], "epochs": 2, "cut": 3, "learning_rate": 0.05, "batch": 16, "engine": "onnxruntime"},
+    "full": {"seeds": [0, 1, 2], "epochs": 10, "cut": 6, "learning_rate": 0.05, "batch": 64, "engine": "torch"},
+}
+TEST_IMAGES = 2000
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    root = open_output(options.output)
+    world = prepare(options, root / "scratch" / f"split-{world_of(options)}")
+    cells = cells_of(options)
+    if options.prepare:
+        for model, strategy in dict.fromkeys((cell.model, cell.strategy) for cell in cells):
+            export_part_package(world, model, strategy)
+        say(f"{world.root}: {len(world.names('train'))} training and {len(world.names('test'))} test images")
+        return 0
+    rates = SplitRates(options.epochs, options.batch, options.learning_rate)
+    laboratory = SplitLaboratory(world, options.engine, rates, options.threads)
+    rows = []
+    for number, cell in enumerate(cells, start=1):
+        row = finish(root / "rows", options, world, cell, laboratory, f"{number} of {len(cells)}")
+        rows += [] if row is None else [row]
+    if not rows:
+        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
+    report(options, root, document_of(options, world, rows))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(prog="tools/reproduce split", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="digits and a very small model: seconds, no archive")
+    parser.add_argument("--models", type=texts, help="default: " + ",".join(MODELS["full"]))
+    parser.add_argument("--strategies", type=texts, default=list(STRATEGIES), help="default: " + ",".join(STRATEGIES))
+    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
+    parser.add_argument("--only", metavar="MODEL/STRATEGY/SEED", help="one row instead of the lists' product")
+    parser.add_argument("--epochs", type=int, help="default: 2 with --quick, else 10")
+    parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 64)")
+    parser.add_argument("--learning-rate", type=float, help="highest rate of the cosine (default: 0.05)")
+    parser.add_argument("--cut", type=int, help="layers on the device (default: 3 with --quick, else 6)")
+    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
+    parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {ARCHIVE} (default: ../shared)")
+    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
+    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    options = parser.parse_args(argv)
+    for name, value in DEFAULTS[world_of(options)].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.models = options.models or list(MODELS[world_of(options)])
+    if options.only is not None:
+        options.models, options.strategies, options.seeds = read_only(options.only)
+    check(options)
+    options.test_images = options.test_images or TEST_IMAGES
+    return options
+
+
+def world_of(options: argparse.Namespace) -> str:
+    return "quick" if options.quick else "full"
+
+
+def read_only(text: str) -> tuple[list[str], list[str], list[int]]:
+    """Raises: UsageError."""
+    parts = text.split("/")
+    if len(parts) != 3 or not parts[2].isdecimal():
+        raise UsageError(f"--only should be MODEL/STRATEGY/SEED, found {text!r}", "as in --only resnet18/split_fed/0")
+    return [parts[0]], [parts[1]], [int(parts[2])]
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises: UsageError that names the option."""
+    for what, given, known in (
+        ("model", options.models, MODELS[world_of(options)]), ("strategy", options.strategies, STRATEGIES),
+    ):  # fmt: skip
+        for name in given:
+            if name not in known:
+                raise UsageError(
+                    f"there is no {what} {name!r} here{suggest(name, known)}", f"known: {', '.join(known)}"
+                )
+    for flag, value in (("--shared", options.shared), ("--test-images", options.test_images)):
+        if options.quick and value is not None:
+            raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+    lowest = {"epochs": 1, "batch": 1, "cut": 1, "threads": 1}
+    for flag, value, least in [(name, getattr(options, name), least) for name, least in lowest.items()] + [
+        ("seeds", seed, 0) for seed in options.seeds
+    ]:
+        if not least <= value <= INT_MAX:
+            raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
+    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
+        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+    if options.test_images is not None and (options.test_images < 1 or options.test_images % FULL_CLASSES):
+        raise UsageError(
+            f"--test-images should be a multiple of {FULL_CLASSES}, found {options.test_images}",
+            "the same number is drawn of each class",
+        )
+
+
+def texts(text: str) -> list[str]:
+    """Comma-separated names, each once."""
+    return list(dict.fromkeys(text.split(",")))
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers, each once."""
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
+
+
+def prepare(options: argparse.Namespace, default: Path) -> SplitWorld:
+    """The world with its images; whoever comes second waits until they are there."""
+    root = (options.world or default).resolve()
+    with alone(root):
+        if options.quick:
+            world = quick_split_world(root, options.cut)
+        else:
+            shared = options.shared or ROOT.parent / "shared"
+            world = full_split_world(root, shared, options.cut, options.test_images)
+        world.test_folder()
+        for cell in [] if options.table else cells_of(options):
+            for device in world.devices_of(cell.strategy):
+                world.train_folder(device, cell.seed)
+    return world
+
+
+def cells_of(options: argparse.Namespace) -> list[SplitCell]:
+    """All cells, those that share a package one after another."""
+    return [
+        SplitCell(model, strategy, seed)
+        for model in options.models
+        for strategy in options.strategies
+        for seed in options.seeds
+    ]
+
+
+def finish(
+    folder: Path, options: argparse.Namespace, world: SplitWorld, cell: SplitCell, laboratory: SplitLaboratory,
+    which: str,
+) -> Row | None:  # fmt: skip
+    """A cell's row: from `folder` where it is finished, else computed and kept; with --table None instead."""
+    path = folder / f"split-{world.name}-{options.engine}-{cell.model}-{cell.strategy}-seed{cell.seed}.json"
+    if options.table and not path.exists():
+        return None
+    front = export_part_package(world, cell.model, cell.strategy)
+    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
+    head: Row = {
+        "row_schema": ROW_SCHEMA, "study": "split", "world": world.name, "engine": options.engine,
+        "epochs": options.epochs, "batch": options.batch, "learning_rate": options.learning_rate, "cut": options.cut,
+        "test_images": len(world.names("test")), "package_digest": digest, **vars(cell),
+    }  # fmt: skip
+    row = finished(path, head)
+    if row is None and not options.table:
+        say(f"== row {which}: {cell.model}, {cell.strategy}, seed {cell.seed}")
+        row = {**head, **laboratory.row(cell).document()}
+        write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
+        row = json.loads(path.read_text())  # a row that was kept looks the same as one that was not
+    if row is not None:
+        say(line_of(row))
+    return row
+
+
+def finished(path: Path, head: Row) -> Row | None:
+    """The stored row, if it is whole and answers the same question."""
+    try:
+        row = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
+    return row if same and row.get("curve") else None
+
+
+def line_of(row: Row) -> str:
+    """One row in one line."""
+    last = row["curve"][-1]
+    return (
+        f"{row['model']}, {row['strategy']}, seed {row['seed']}: epoch {last['epoch']}: loss {last['loss']:.4f}, "
+        f"test {100 * last['test_accuracy']:.2f} %; {last['bytes_up'] / 1e6:.1f} MB up, "
+        f"{last['bytes_down'] / 1e6:.1f} MB down; {row['images']} images on {row['devices']} devices; "
+        f"{row['training_device']}; {row['seconds']} s"
+    )
+
+
+def document_of(options: argparse.Namespace, world: SplitWorld, rows: Sequence[Row]) -> Row:
+    """What --format json prints."""
+    return {
+        "study": "split", "world": world.name, "data": world.note, "engine": options.engine, "epochs": options.epochs,
+        "batch": options.batch, "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}", "cut": options.cut,
+        "label_mode": LABEL_MODE, "initial_weights": "of a model the same for all seeds, the head's apart",
+        "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
+    }  # fmt: skip
+
+
+def report(options: argparse.Namespace, root: Path, document: Row) -> None:
+    """rows.jsonl, the page, and the document or the tables on stdout."""
+    page = results_of(document)
+    lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
+    write_atomic(root / "rows.jsonl", lines.encode())
+    write_atomic(root / "split.html", to_html(page).encode())
+    if options.format == "json":
+        print_document("reproduce", {**document, "report": str(root / "split.html")})
+        return
+    print("\n\n".join(map(to_text, page.tables[:2])))
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
+    print(f"report: {root / 'split.html'}")

@@ -1,0 +1,243 @@
+"""One row of a reproduction of split training: a model, a strategy, a seed; every epoch with what it cost.
+
+Strategies and devices are the product's own, joined in one process by `simulation`. Whatever a method calls its model,
+W is judged: what the strategy's state would publish, so for averaging methods the average. Nothing is chosen on test
+images.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from contract.console import say
+from contract.errors import ConfigError
+from contract.image_folder import scan
+from contract.images import ImageRule, load_pixels, normalise, resize
+from contract.keyed_noise import derive_key
+from contract.signature import key_id, load_public
+from contract.training import TrainingCut
+from edge_runtime.config import DeviceConfig
+from edge_runtime.install import Installed, install
+from edge_runtime.state import open_state, write_durably
+from edge_runtime.trainer import TrainerSettings, open_trainer
+from server_runtime import backend as backends
+from server_runtime import backend_folder, split_model, strategies
+from server_runtime.backend_folder import TrainingFolder
+from server_runtime.split_model import Shipped
+from server_runtime.strategies import Metric, Settings, Site, State
+from tools.reproduce_split_world import SplitWorld, export_part_package
+from tools.simulation import Answers, Terms, adapt, part_accuracy
+from tools.torch_trainer import open_torch_trainer
+from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_device, with_images
+
+LABEL_MODE = "raw-label"
+SCHEDULE = "cosine"
+RUN, SITE = "reproduce", "site"
+JUDGED_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class SplitCell:
+    """One setting and one seed."""
+
+    model: str
+    strategy: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class SplitRates:
+    """What is the same for all cells."""
+
+    epochs: int
+    batch: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: mean training loss and share of hits while it was trained, W's share of hits on test images; bytes of
+    tensors both ways, all devices together."""
+
+    epoch: int
+    loss: float
+    accuracy: float | None
+    test_accuracy: float
+    bytes_up: int
+    bytes_down: int
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SplitFound:
+    """What one cell gave. `device_accuracy` is that of the last device on the same test images, by its own part and the
+    server's rest."""
+
+    curve: tuple[Epoch, ...]
+    device_accuracy: float | None
+    device_accuracy_reason: str | None  # why it is not known
+    images: int
+    devices: int
+    training_device: str
+    seconds: float
+
+    def document(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class SplitLaboratory:
+    """A world, the devices' engine, and what cells share."""
+
+    def __init__(self, world: SplitWorld, engine: str, rates: SplitRates, threads: int) -> None:
+        self._world, self._engine, self._rates, self._threads = world, engine, rates, threads
+        self._device = backends.choose_device(threads)
+        self._shipped: dict[Path, Shipped] = {}
+        self._installed: dict[Path, Installed] = {}
+        self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-split-")
+        self._root = Path(self._scratch.name)
+
+    def row(self, cell: SplitCell) -> SplitFound:
+        """Raises: TrainingError, DeviceError, DataError."""
+        started_s = time.monotonic()
+        front = export_part_package(self._world, cell.model, cell.strategy)
+        shipped, installed = self._ship(front), self._install(front)
+        devices = self._devices(cell, shipped, installed)
+        settings = Settings(
+            LABEL_MODE, 0.0, self._rates.epochs, 0, 0.0, cell.seed, batch=self._rates.batch,
+            learning_rate=self._rates.learning_rate, schedule=SCHEDULE,
+        )  # fmt: skip
+        strategy = strategies.find(cell.strategy).build(shipped, settings)
+        answers = Answers(devices, Terms(RUN, SITE, cell.strategy, LABEL_MODE, 0.0, cell.seed))
+        curve: list[Epoch] = []
+        begun_s = time.monotonic()
+
+        def note(values: Mapping[str, Metric]) -> None:
+            nonlocal begun_s
+            if "epoch" in values:
+                seconds = time.monotonic() - begun_s
+                tested = self._judge(shipped, installed.manifest.image, strategy.state())
+                curve.append(epoch_of(values, tested, seconds))
+                begun_s = time.monotonic()
+
+        adapt(strategy, answers, Site(SITE, tuple(sorted(devices)), len(self._world.classes)), note)
+        last = with_images(devices[max(devices)], self._world.test_folder())
+        found, reason = None, None
+        try:
+            found = part_accuracy(strategy, last, RUN)
+        except ConfigError as error:
+            reason = error.cause
+        return SplitFound(
+            curve=tuple(curve), device_accuracy=found, device_accuracy_reason=reason,
+            images=sum(len(device.dataset.samples) for device in devices.values()), devices=len(devices),
+            training_device=f"torch {torch.__version__} on {device_name(self._device)}",
+            seconds=round(time.monotonic() - started_s, 2),
+        )  # fmt: skip
+
+    # -- what cells share
+
+    def _ship(self, front: Path) -> Shipped:
+        if front not in self._shipped:
+            folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
+            assert isinstance(folder, TrainingFolder)
+            self._shipped[front] = split_model.load(folder, self._device)
+        return self._shipped[front]
+
+    def _install(self, front: Path) -> Installed:
+        if front not in self._installed:
+            publisher = load_public(self._world.publisher)
+            packages = self._root / "packages" / front.name
+            packages.mkdir(parents=True)
+
+            def open_nothing(path: Path) -> None:
+                raise AssertionError(f"{path}: a package of parts has no frontend")
+
+            self._installed[front] = install(front, packages, {key_id(publisher): publisher}, open_nothing, say)
+        return self._installed[front]
+
+    # -- devices
+
+    def _devices(self, cell: SplitCell, shipped: Shipped, installed: Installed) -> dict[str, PartDevice]:
+        """Devices whose secrets come from the seed, so that a row repeats."""
+        names = self._world.devices_of(cell.strategy)
+        return {name: self._make_device(name, cell, shipped, installed) for name in names}
+
+    def _make_device(self, name: str, cell: SplitCell, shipped: Shipped, installed: Installed) -> PartDevice:
+        root = self._root / "states" / f"{cell.model}-{cell.strategy}-{cell.seed}" / name
+        open_state(root).close()
+        for secret, owner in (("device_secret", name), ("site_secret", SITE)):
+            key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)
+            write_durably(root / "identity" / secret, key)
+        classes = root / "classes.txt"
+        write_durably(classes, "".join(f"{each}\n" for each in self._world.classes).encode())
+        config = DeviceConfig(
+            engine=str(installed.folder), data=self._world.train_folder(name, cell.seed), server="wss://localhost:1",
+            trust=self._world.publisher, ca=None, key=self._world.publisher, name=name, state=root,
+            site_secret=root / "identity" / "site_secret", classes=classes, label_mode=LABEL_MODE, noise="keyed",
+            alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
+        )  # fmt: skip
+        return make_part_device(config, installed, self._open_part(shipped, installed))
+
+    def _open_part(self, shipped: Shipped, installed: Installed) -> OpenPart:
+        plan = shipped.plan
+
+        def open_torch(cut: TrainingCut):  # type: ignore[no-untyped-def]
+            return open_torch_trainer(
+                installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self._device
+            )
+
+        def open_onnxruntime(cut: TrainingCut):  # type: ignore[no-untyped-def]
+            return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(self._threads))
+
+        return open_torch if self._engine == "torch" else open_onnxruntime
+
+    # -- judging W
+
+    @torch.no_grad()
+    def _judge(self, shipped: Shipped, rule: ImageRule, state: State) -> float:
+        """W's share of hits on the test images, in evaluation mode."""
+        model = copy.deepcopy(shipped.module)
+        model.load_state_dict(named(state, "backend."))
+        head = {name: tensor.to(self._device) for name, tensor in named(state, "head.").items()}
+        pixels, labels = self._tested
+        model.eval()
+        right = 0
+        for start in range(0, len(labels), JUDGED_AT_ONCE):
+            images = normalise(pixels[start : start + JUDGED_AT_ONCE], rule)
+            logits = functional.linear(model(torch.from_numpy(images).to(self._device)), head["weight"], head["bias"])
+            right += int((logits.argmax(dim=1).cpu().numpy() == labels[start : start + JUDGED_AT_ONCE]).sum())
+        return right / len(labels)
+
+    @cached_property
+    def _tested(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Pictures (n, h, w, 3) and class numbers (n,) of the test images."""
+        (rule,) = {each.manifest.image for each in self._installed.values()}
+        files = scan(self._world.test_folder(), self._world.classes).images
+        pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
+        return np.stack(pixels), np.array([file.class_index for file in files])
+
+
+def named(state: State, start: str) -> dict[str, torch.Tensor]:
+    """Tensors of a state whose names begin so, without the beginning."""
+    return {name.removeprefix(start): value for name, value in state.tensors.items() if name.startswith(start)}
+
+
+def epoch_of(values: Mapping[str, Metric], test_accuracy: float, seconds: float) -> Epoch:
+    """A record of the strategy with what was measured beside it."""
+    accuracy = values["accuracy"]
+    return Epoch(
+        int(values["epoch"] or 0), float(values["loss"] or 0.0), None if accuracy is None else float(accuracy),
+        test_accuracy, int(values["bytes_up"] or 0), int(values["bytes_down"] or 0), float(values["lr"] or 0.0),
+        round(seconds, 3),
+    )  # fmt: skip
