@@ -47,6 +47,9 @@ class TrainingCut:
 
     `trainable`, `frozen` and `buffers` are names in the parameter file; `saved` counts the activations that forward
     hands to backward; `macs` of one image's forward pass.
+
+    `kept` of an image's `patches` go through the part in training, then forward takes `keep` (B, kept) and the output
+    has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape`. None and None: no masking.
     """
 
     index: int
@@ -56,6 +59,9 @@ class TrainingCut:
     backward: str
     evaluate: str
     output_shape: tuple[int, ...]
+    evaluated_shape: tuple[int, ...]
+    kept: int | None
+    patches: int | None
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -70,8 +76,13 @@ class TrainingCut:
 
     @property
     def output_size(self) -> int:
-        """Values of one image at the cut."""
+        """Values of one image at the cut, in training."""
         return math.prod(self.output_shape)
+
+    @property
+    def evaluated_size(self) -> int:
+        """The same in evaluation."""
+        return math.prod(self.evaluated_shape)
 
 
 @dataclass(frozen=True)
@@ -162,7 +173,9 @@ def _check(plan: TrainingPlan) -> None:
         _require(1 <= cut.index <= cut.depth, where, f"1 to depth ({cut.depth})", cut.index)
         _require(len(set(cut.tensors)) == len(cut.tensors), where, "every tensor once", "one twice")
         _require(len(cut.trainable) > 0, f"{where}.trainable", "one tensor or more", "none")
-        _require(min(cut.output_shape, default=0) >= 1, f"{where}.output_shape", "sizes of 1 or more", cut.output_shape)
+        for name, shape in (("output_shape", cut.output_shape), ("evaluated_shape", cut.evaluated_shape)):
+            _require(min(shape, default=0) >= 1, f"{where}.{name}", "sizes of 1 or more", shape)
+        _check_masking(where, cut)
         _require(cut.saved >= 0 and cut.macs >= 0, where, "counts of 0 or more", (cut.saved, cut.macs))
         needs_classes = cut.loss == "cross-entropy"
         fits = not needs_classes or cut.output_shape == (plan.class_count,)
@@ -176,6 +189,17 @@ def _check(plan: TrainingPlan) -> None:
     _require(0 < rule.epsilon < 1, "optimiser.epsilon", "more than 0, less than 1", rule.epsilon)
     _require(augment.crop_padding >= 0, "augment.crop_padding", "0 or more", augment.crop_padding)
     _require(0 <= augment.brightness < 1, "augment.brightness", "0 to less than 1", augment.brightness)
+
+
+def _check_masking(where: str, cut: TrainingCut) -> None:
+    if cut.kept is None or cut.patches is None:
+        same = cut.kept is cut.patches and cut.output_shape == cut.evaluated_shape
+        _require(same, f"{where}.kept", "kept and patches, or neither and one shape", (cut.kept, cut.patches))
+        return
+    _require(1 <= cut.kept <= cut.patches, f"{where}.kept", f"1 to {cut.patches} patches", cut.kept)
+    tokens, *rest = cut.evaluated_shape
+    left = (tokens - cut.patches + cut.kept, *rest)
+    _require(cut.output_shape == left, f"{where}.output_shape", f"{left}, with the kept patches", cut.output_shape)
 
 
 def _require(holds: bool, where: str, expected: str, found: object) -> None:

@@ -205,7 +205,7 @@ class PartKeeper:
         batch = self._images.batch(
             int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
         )
-        z = trainer.forward(batch.images).z
+        z = trainer.forward(batch.images, keep=self._images.kept_patches(batch.sample_ids, trainer.cut)).z
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)

@@ -105,5 +105,5 @@ class PartWorker:
 
     def batch_size(self, upload: Upload, trainer: Trainer) -> int:
         """Images per message: as many as a frame holds; one that is larger goes alone, and is cut into chunks."""
-        image_bytes = trainer.cut.output_size * (2 if self._keeper.sends_float16 else 4)
+        image_bytes = trainer.cut.evaluated_size * (2 if self._keeper.sends_float16 else 4)
         return max(1, min((upload.frame_bytes - FRAME_MARGIN_BYTES) // image_bytes, PREDICTED_AT_ONCE))

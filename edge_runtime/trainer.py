@@ -178,7 +178,7 @@ class Trainer:
         self._saved, self._buffers, self._gradients = {}, {}, {}
 
     def evaluate(self, x: Floats) -> Floats:
-        """z (n, *output_shape) of images (n, 3, h, w) in evaluation mode, a few at a time.
+        """z (n, *evaluated_shape) of images (n, 3, h, w) in evaluation mode, a few at a time.
 
         Raises: PackageError when the graph does not fit the cut; EngineError when onnxruntime fails.
         """
@@ -190,7 +190,7 @@ class Trainer:
             if z is None:
                 z = np.empty((len(x), *part.shape[1:]), np.float32)
             z[start : start + size] = part
-        return np.empty((0, *self.cut.output_shape), np.float32) if z is None else z
+        return np.empty((0, *self.cut.evaluated_shape), np.float32) if z is None else z
 
     def parameters(self) -> dict[str, Floats]:
         """What training moves, for an upload: trainable tensors and buffers; read-only views that steps move."""

@@ -108,15 +108,20 @@ def check_graph(graph: Graph, role: str, cut: TrainingCut, tensors: Mapping[str,
         )
     for name, shape in (graph.inputs | graph.outputs).items():
         expected = _expected_shape(name, cut, tensors)
-        if expected is not None and not fits(shape[1:] if name in AT_THE_CUT else shape, expected):
+        found = shape[1:] if name in AT_THE_CUT else shape
+        if role == "evaluate" and name in AT_THE_CUT:
+            expected = cut.evaluated_shape
+        elif name in AT_THE_CUT and cut.kept is not None:
+            found = [*expected[:1], *found[1:]] if expected else found  # how many tokens is decided by `keep`
+        if expected is not None and not fits(found, expected):
             raise PackageError(
                 f"{graph.name}: {name} should have the shape {expected}, found {tuple(shape)}", FETCH_AGAIN
             )
 
 
 def fits(shape: Sequence[int | str], expected: Sequence[int]) -> bool:
-    """Are the axes those expected, of which 0 stands for any (the tokens that are kept)?"""
-    return len(shape) == len(expected) and all(e in (0, s) for s, e in zip(shape, expected, strict=True))
+    """Are the axes those expected?"""
+    return tuple(shape) == tuple(expected)
 
 
 def _expected_shape(name: str, cut: TrainingCut, tensors: Mapping[str, Floats]) -> tuple[int, ...] | None:

@@ -321,7 +321,7 @@ class PartDevice:
 
 
 class MemoryStore(PartStore):
-    """The newest part of each run, in memory: nobody is killed in a simulation, and a disk would be waited for."""
+    """The newest part, in memory: nobody is killed in a simulation, and a disk would be waited for."""
 
     def __init__(self) -> None:
         self._held: dict[str, PartCheckpoint] = {}
@@ -333,11 +333,14 @@ class MemoryStore(PartStore):
         held = self._held.get(run)
         return held if held is not None and held.step == step else None
 
-    def keep(self, checkpoint: PartCheckpoint, after: int, base: int) -> None:
+    def newest_run(self) -> str:
+        return next(reversed(self._held), "")
+
+    def keep(self, checkpoint: PartCheckpoint, base: int) -> None:
         part, head = (
             {name: value.copy() for name, value in tensors.items()} for tensors in (checkpoint.part, checkpoint.head)
         )
-        self._held[checkpoint.run] = replace(checkpoint, part=part, head=head)
+        self._held = {checkpoint.run: replace(checkpoint, part=part, head=head)}
 
     def read_round(self, run: str, ask: str) -> PartCheckpoint | None:
         return None

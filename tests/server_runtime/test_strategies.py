@@ -15,12 +15,14 @@ pytest.importorskip("timm")
 from contract import tokens  # noqa: E402
 from contract.errors import ConfigError, TrainingError  # noqa: E402
 from contract.messages import ASK_KINDS, Gradient  # noqa: E402
+from contract.training import HOLDS  # noqa: E402
 from server_runtime import backend, backend_folder, strategies  # noqa: E402
 from server_runtime.backend import Backend  # noqa: E402
 from server_runtime.store import Upload  # noqa: E402
 from server_runtime.strategies import Ask, Progress, Record, Reply, Settings, Site, State, Strategy  # noqa: E402
 from tests.server_runtime import tiny  # noqa: E402
 
+FRONTEND = [name for name in strategies.names() if HOLDS[name] == "frontend"]  # the others: test_split_strategies
 SETTINGS = Settings("permuted-label", tiny.KAPPA, 4, 4, 0.25, 7, backend_lr=1e-3, head_lr=1e-2)
 
 
@@ -89,7 +91,7 @@ def weights_of(strategy: Strategy) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in strategy.state().tensors.items()}
 
 
-@pytest.mark.parametrize("name", strategies.names())
+@pytest.mark.parametrize("name", FRONTEND)
 def test_every_strategy(name: str, shipped: Backend) -> None:
     """The folder is the registry: each entry builds, trains, tells its end and predicts."""
     module = strategies.find(name)
@@ -148,7 +150,7 @@ def test_se_03_every_sample_counts_also_in_a_short_batch(
     assert [record.values["samples"] for record in records] == [count, count]
 
 
-@pytest.mark.parametrize("name", strategies.names())
+@pytest.mark.parametrize("name", FRONTEND)
 def test_arrival_order_does_not_matter(name: str, shipped: Backend) -> None:
     """Devices in another order, and a device's samples in another order, give the same weights bit for bit."""
     uploads = {"pi": tiny.upload("pi", 9), "jetson": tiny.upload("jetson", 7, seed=1)}
@@ -251,7 +253,7 @@ def test_a_loss_that_is_not_finite_names_the_epoch(shipped: Backend) -> None:
 def test_a_site_without_samples_is_an_error(shipped: Backend) -> None:
     empty = tiny.upload("pi", 6)
     empty = Upload("pi", empty.sample_ids[:0], empty.codes[:0], empty.sources[:0], empty.labels[:0])
-    for name in strategies.names():
+    for name in FRONTEND:
         with pytest.raises(TrainingError, match="no sample"):
             drive(build(name, shipped), {"pi": empty})
 
