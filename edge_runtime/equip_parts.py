@@ -56,7 +56,7 @@ def equip_parts(
         return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(threads))
 
     classes = len(dataset.classes)
-    images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture))
+    images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture), secret)
     head = PartHead(classes, secret, plan.optimiser) if terms.label_mode == "client-head" else None
     rules = PartRules(plan, terms.label_mode, wire_labels)
     keeper = PartKeeper(rules, images, open_cut, head, PartStore(state.parts, say), tick)

@@ -288,7 +288,8 @@ class PartKeeper:
             sums = _Sums()
             for place in range(self._images.batch_count(size)):
                 batch = self._images.batch(seed, epoch, place, size)
-                out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels))
+                keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
+                out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels), keep=keep)
                 if out.loss is None:
                     raise TrainingError("the graph gave no loss", "export the package again")
                 trainer.backward(None)

@@ -15,7 +15,8 @@ from contract.augment import augment
 from contract.epoch_order import batch_edges, epoch_order
 from contract.errors import RemoteProtocolError
 from contract.images import ImageRule, normalise
-from contract.training import AugmentRule
+from contract.keyed_noise import permutation
+from contract.training import AugmentRule, TrainingCut
 from edge_runtime.data import Sample
 from edge_runtime.head import BatchLoss, Floats, Labels, softmax_gradient
 from edge_runtime.picture_cache import PictureCache
@@ -25,20 +26,28 @@ START_ANEW = "start a new run on the server"
 
 @dataclass(frozen=True)
 class Batch:
-    """Images (B, 3, h, w) float32 as the model takes them, and their class numbers (B,)."""
+    """Images (B, 3, h, w) float32 as the model takes them, their class numbers (B,), and who they are."""
 
     images: Floats
     labels: Labels
+    sample_ids: tuple[bytes, ...]
 
 
 class TrainingSet:
     """The labelled samples of one device."""
 
     def __init__(
-        self, samples: Sequence[Sample], class_count: int, image: ImageRule, rule: AugmentRule, cache: PictureCache
+        self,
+        samples: Sequence[Sample],
+        class_count: int,
+        image: ImageRule,
+        rule: AugmentRule,
+        cache: PictureCache,
+        secret: bytes,
     ) -> None:
         self._samples = [sample for sample in samples if sample.label is not None]
         self._class_count, self._image, self._rule, self._cache = class_count, image, rule, cache
+        self._secret = secret
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def __len__(self) -> int:
@@ -68,7 +77,18 @@ class TrainingSet:
         ids = [sample.sample_id for sample in chosen]
         varied = augment(pictures, self._rule, self._image.mean, seed, epoch, ids)
         labels = np.array([sample.label for sample in chosen], np.int64)
-        return Batch(normalise(varied, self._image), labels)
+        return Batch(normalise(varied, self._image), labels, tuple(ids))
+
+    def kept_patches(self, sample_ids: Sequence[bytes], cut: TrainingCut) -> NDArray[np.int64] | None:
+        """Positions (B, kept) of the patches that leave the device, rising; None where the part sees them all.
+
+        Drawn once for a sample, by the device's secret: fresh draws would show another share of the picture with every
+        epoch, and in twenty of them all of it (algorithms.md X1).
+        """
+        if cut.kept is None or cut.patches is None:
+            return None
+        orders = [permutation(self._secret, cut.patches, "kept patches", each) for each in sample_ids]
+        return np.sort(np.stack(orders)[:, : cut.kept], axis=1)
 
     def _edges(self, size: int) -> list[tuple[int, int]]:
         if size < 1:

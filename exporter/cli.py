@@ -67,12 +67,18 @@ FIELDS = (
     Field("gradient", str, "float32", "how the gradient at the cut travels"),
     Field("activations", str, "float32", "how the activations at the cut travel"),
     Field("freeze", tuple, (), "beginnings of names of parameters that are not trained, with commas between"),
+    Field(
+        "keep_patches",
+        float,
+        None,
+        "share of an image's patches that goes through the part in training, the same ones every time; default: all",
+    ),  # fmt: skip
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
 )
 _CHOICES = {"tune": TUNES, "for": tuple(HOLDS), "optimiser": OPTIMISERS, "gradient": GRADIENTS,
             "activations": ACTIVATIONS}  # fmt: skip
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute")  # fmt: skip
+                "recompute", "keep_patches")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE"}
 _MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
@@ -198,7 +204,7 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
         strategy=chosen["for"], cuts=cuts, release_whole_model=release_whole_model, classes=chosen["classes"],
         optimiser=optimiser_rule(chosen["optimiser"], chosen["momentum"], chosen["weight_decay"]),
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
-        freeze=chosen["freeze"], recompute=chosen["recompute"],
+        freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
     )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class TrainingChoices:
     activations: str  # float32 or float16
     freeze: tuple[str, ...]
     recompute: bool
+    keep_patches: float | None = None  # share of an image's patches that goes through the part in training
 
     def __post_init__(self) -> None:
         rule, augment, holds = self.optimiser, self.augment, holds_of(self.strategy)
@@ -68,6 +69,8 @@ class TrainingChoices:
         _require(
             0 <= augment.brightness < 1, f"brightness must be 0 or more and less than 1, found {augment.brightness}"
         )
+        share = self.keep_patches
+        _require(share is None or 0 < share <= 1, f"keep-patches must lie in 0..1, found {share}")
         self._check_release(holds)
 
     @property

@@ -75,8 +75,9 @@ def _value_info(name: str, value: Tensor, symbols: dict[sympy.Symbol, str]) -> V
     sizes = []
     for size in value.shape:
         if isinstance(size, torch.SymInt):
-            for symbol in size.node.expr.free_symbols:
-                symbols.setdefault(symbol, _SIZES[len(symbols)])
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                if symbol not in symbols:
+                    symbols[symbol] = _SIZES[len(symbols)]
             sizes.append(str(size.node.expr.subs({each: sympy.Symbol(called) for each, called in symbols.items()})))
         else:
             sizes.append(size)

@@ -24,7 +24,7 @@ from contract.training import to_bytes as training_to_bytes
 from exporter.build import Report, Surroundings
 from exporter.checkpoint import create_model, image_rule
 from exporter.macs import count_macs
-from exporter.models import family_of
+from exporter.models import Facts, family_of
 from exporter.package import (
     next_version,
     previous_manifest,
@@ -65,6 +65,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How many of an image's patches go through a part in training."""
+
+    count: int
+    patches: int
+
+
+@dataclass(frozen=True)
 class FinishedPart:
     """A part's line in training.json, its files, and what the gate measured."""
 
@@ -94,7 +102,7 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         chosen = replace(chosen, cuts=cuts)
     plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
     _check_freeze(chosen.freeze, parts)
-    finished = _finish(parts, facts.input_shape, chosen)
+    finished = _finish(parts, facts.input_shape, chosen, _kept(facts, chosen.keep_patches))
     training = training_to_bytes(training_plan(chosen, tuple(each.cut for each in finished)))
     state = model.state_dict()
     tensors = {name: state[name].float() for name in sorted(_names(finished))}
@@ -204,35 +212,56 @@ def set_modes(module: nn.Module, trained: Sequence[str]) -> None:
             each.eval()
 
 
-def _finish(parts: Sequence[Part], input_shape: tuple[int, int, int], chosen: TrainingChoices) -> list[FinishedPart]:
+def _kept(facts: Facts, share: float | None) -> Kept | None:
+    """Raises UsageError for a model that has no patches."""
+    if share is None:
+        return None
+    if facts.layout is None:
+        raise UsageError("--keep-patches needs a model with patches, and this one has none", "leave it out")
+    return Kept(max(1, round(share * facts.layout.patches)), facts.layout.patches)
+
+
+def _finish(
+    parts: Sequence[Part], input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
+) -> list[FinishedPart]:
     finished = []
     with progress(total=len(parts), description="Tracing and checking parts", unit="parts") as bar:
         for part in parts:
-            finished.append(_finish_part(part, input_shape, chosen))
+            finished.append(_finish_part(part, input_shape, chosen, kept))
             bar.update(1)
     return finished
 
 
-def _finish_part(part: Part, input_shape: tuple[int, int, int], chosen: TrainingChoices) -> FinishedPart:
+def _finish_part(
+    part: Part, input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
+) -> FinishedPart:
+    if kept is not None and part.loss != "none":
+        raise UsageError("--keep-patches is for parts, and the whole model was asked for", "leave it out")
     trained = trained_names(part.module, chosen.freeze)
     set_modes(part.module, trained)
     graphs = make_training_graphs(
         part.module, input_shape, trainable=trained, loss=part.loss, recompute=chosen.recompute,
-        class_count=chosen.classes,
+        kept_tokens=kept is not None, class_count=chosen.classes,
     )  # fmt: skip
     fewest, most = _CHECKED_IMAGES
     gate = TrainingRule(batch=max(fewest, min(most, _CHECKED_PIXELS // math.prod(input_shape[1:]))))
-    checked = check_training_graphs(part.module, graphs, input_shape, rule=gate, class_count=chosen.classes)
-    cut = _cut(part, graphs, count_macs(part.module, input_shape))
+    checked = check_training_graphs(
+        part.module, graphs, input_shape, rule=gate, class_count=chosen.classes,
+        kept=kept.count if kept else None, patches=kept.patches if kept else None,
+    )  # fmt: skip
+    cut = _cut(part, graphs, count_macs(part.module, input_shape), kept)
     files = dict(zip(part.file_names, (graphs.forward, graphs.backward, graphs.evaluate), strict=True))
     return FinishedPart(cut, files, checked)
 
 
-def _cut(part: Part, graphs: TrainingGraphs, macs: int) -> TrainingCut:
+def _cut(part: Part, graphs: TrainingGraphs, macs: int, kept: Kept | None) -> TrainingCut:
     forward, backward, evaluate = part.file_names
+    seen = graphs.evaluated_shape
+    shape = (seen[0] - kept.patches + kept.count, *seen[1:]) if kept else graphs.output_shape
     return TrainingCut(
         index=part.index, depth=part.depth, layer=part.layer, forward=forward, backward=backward, evaluate=evaluate,
-        output_shape=graphs.output_shape, trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
+        output_shape=shape, evaluated_shape=seen, kept=kept.count if kept else None,
+        patches=kept.patches if kept else None, trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
         saved=graphs.saved, macs=macs, loss=part.loss,
     )  # fmt: skip
 

@@ -263,9 +263,21 @@ def _trace(function: Callable[..., list[Tensor]], example: _Example) -> GraphMod
         module = make_fx(function, tracing_mode="symbolic", decomposition_table=dict(decomposition_table()))(
             *example.inputs.values()
         )
+    _refuse_fixed_sizes(example)
     _refuse_random(module)
     tidy(module)
     return module
+
+
+def _refuse_fixed_sizes(example: _Example) -> None:
+    """A part that asks whether the batch has a certain size gets the example's answer for good."""
+    for name, value in example.inputs.items():
+        for size in value.shape:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_number:
+                raise ExportError(
+                    f"a size of {name} became fixed at {size.node.expr}: the part depends on how many images there are",
+                    "write it so that it takes any batch size",
+                )
 
 
 def _refuse_random(module: GraphModule) -> None:

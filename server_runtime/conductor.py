@@ -316,7 +316,12 @@ class Conductor:
         if request.device not in self._present or not site.ended:
             return
         if activations is not None:
-            values = site.strategy.predict_part(request.device, activations.values)
+            try:
+                values = site.strategy.predict_part(request.device, activations.values)
+            except TrainingError as error:  # this device's fault, and no one else's
+                self._post.send(PipeFrame(pipe.WARNING, text=f"site {site.name}: {error.cause}"))
+                self._say_bye(site, request.device, FAILED)
+                return
         else:
             codes = self._records.codes(site.name, request)
             if codes is None:

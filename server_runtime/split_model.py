@@ -97,7 +97,7 @@ def _width_behind(module: nn.Module, cut: TrainingCut, root: Path, device: torch
     path = root / "training.json"
     try:
         _, family = family_of(module)
-        features = family.cut(module, cut.index)[1].eval()(torch.zeros(1, *cut.output_shape, device=device))
+        features = family.cut(module, cut.index)[1].eval()(torch.zeros(1, *cut.evaluated_shape, device=device))
     except (RuntimeError, ValueError, IndexError) as error:
         raise _unfit(path, error) from error
     if features.dim() != 2:
@@ -257,7 +257,7 @@ class SplitModel:
         """Values (B,n) at a cut -> logits (B,C), or features (B,f) for a device's head; on the running statistics."""
         if cut.loss != "none":  # the part is the whole model: these are its logits
             return values.astype(np.float32)
-        z = place(torch.from_numpy(values.astype(np.float32)), self.device).reshape(-1, *cut.output_shape)
+        z = place(torch.from_numpy(values.astype(np.float32)), self.device).reshape(-1, *cut.evaluated_shape)
         features = self._backends[cut.index].eval()(z)
         if self._head is not None:
             features = self._head(features)

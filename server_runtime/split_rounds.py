@@ -379,7 +379,7 @@ class Rounds:
             TrainingError: they are not as wide as its cut.
         """
         cut = self.links[device].cut
-        check_values(device, values, (len(values), cut.output_size), cut)
+        check_values(device, values, (len(values), cut.evaluated_size), cut)
         return self.w.predict_part(cut, values)
 
 

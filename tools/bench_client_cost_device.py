@@ -172,10 +172,10 @@ class Pictures:
 
 
 def cut_of(facts: dict[str, Any]) -> TrainingCut:
-    names = {name: tuple(facts[name]) for name in ("output_shape", "trainable", "frozen", "buffers")}
+    names = {name: tuple(facts[name]) for name in ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers")}
     return TrainingCut(
-        1, 1, facts["method"], "forward.onnx", "backward.onnx", "evaluate.onnx", saved=facts["saved"],
-        macs=facts["macs"], loss=facts["loss"], **names,
+        1, 1, facts["method"], "forward.onnx", "backward.onnx", "evaluate.onnx", kept=None, patches=None,
+        saved=facts["saved"], macs=facts["macs"], loss=facts["loss"], **names,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def write(folder: Path, task: dict[str, Any]) -> None:
     names = {*graphs.trainable, *graphs.frozen, *graphs.buffers}
     state = client.state_dict()
     save_file({name: state[name].contiguous().clone() for name in sorted(names)}, folder / PARAMETERS_NAME)
-    kept = ("output_shape", "trainable", "frozen", "buffers", "saved", "macs")
+    kept = ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers", "saved", "macs")
     sizes = {name: sum(state[each].numel() for each in getattr(graphs, name)) for name in ("trainable", "frozen")}
     text = json.dumps(
         {

@@ -26,10 +26,10 @@ LEARNING_RATE = 0.01
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     facts = json.loads((folder / "facts.json").read_text())
-    names = {name: tuple(facts[name]) for name in ("output_shape", "trainable", "frozen", "buffers")}
+    names = {name: tuple(facts[name]) for name in ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers")}
     cut = TrainingCut(
         1, 2, folder.name, "forward.onnx", "backward.onnx", "evaluate.onnx",
-        saved=facts["saved"], macs=facts["macs"], loss="none", **names,
+        kept=facts.get("kept"), patches=facts.get("patches"), saved=facts["saved"], macs=facts["macs"], loss="none", **names,
     )  # fmt: skip
     trainer = open_trainer(folder, cut, OptimiserRule("sgd", 0.9, 5e-4), TrainerSettings(threads=1))
     batch = dict(np.load(folder / "batch.npz"))

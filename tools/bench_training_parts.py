@@ -90,13 +90,17 @@ def write(case: Case, folder: Path) -> None:
         (folder / f"{role}.onnx").write_bytes(getattr(graphs, role))
     state = {name: value.contiguous().clone() for name, value in part.state_dict().items() if value.is_floating_point()}
     save_file(state, folder / "parameters.safetensors")
-    facts = ("output_shape", "trainable", "frozen", "buffers", "saved", "macs")
-    (folder / "facts.json").write_text(json.dumps({name: getattr(graphs, name) for name in facts}))
+    names = ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers", "saved", "macs")
+    facts: dict[str, object] = {name: getattr(graphs, name) for name in names}
+    patches = (case.pixels // 16) ** 2
+    kept = round(patches * (1 - case.masked))
+    if case.masked:
+        left = (graphs.evaluated_shape[0] - patches + kept, *graphs.evaluated_shape[1:])
+        facts |= {"output_shape": left, "kept": kept, "patches": patches}
+    (folder / "facts.json").write_text(json.dumps(facts))
     rng = np.random.default_rng(0)
     batch: dict[str, np.ndarray] = {"x": rng.standard_normal((case.batch, *shape), np.float32)}
     if case.masked:
-        patches = (case.pixels // 16) ** 2
-        kept = round(patches * (1 - case.masked))
         batch["keep"] = np.stack([rng.permutation(patches)[:kept] for _ in range(case.batch)])
     np.savez(folder / "batch.npz", **batch)
 

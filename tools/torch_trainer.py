@@ -141,7 +141,7 @@ class TorchTrainer:
         pieces = torch.from_numpy(x).split(EVALUATED_AT_ONCE)
         found = [_array(self._part(piece.to(self._device))) for piece in pieces if len(piece)]
         set_modes(self._part, self.cut.trainable)
-        return np.concatenate(found) if found else np.empty((0, *self.cut.output_shape), np.float32)
+        return np.concatenate(found) if found else np.empty((0, *self.cut.evaluated_shape), np.float32)
 
     def parameters(self) -> dict[str, Floats]:
         """Trainable tensors and buffers, copied off the device."""

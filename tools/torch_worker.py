@@ -375,7 +375,7 @@ def make_part_device(
     head = PartHead(count, secret, plan.optimiser) if terms.label_mode == "client-head" else None
     keeper = PartKeeper(
         PartRules(plan, terms.label_mode, wire_labels),
-        TrainingSet(dataset.samples, count, image, plan.augment, PictureCache(picture)),
+        TrainingSet(dataset.samples, count, image, plan.augment, PictureCache(picture), secret),
         cast(Callable[[TrainingCut], Trainer], open_part), head, store or MemoryStore(), lambda images: None,
     )  # fmt: skip
     return PartDevice(

@@ -17,7 +17,7 @@ from ..split_model import Shipped
 from ..split_rounds import Rounds, Talk, answer
 from . import Conduct, Settings, Site, State
 
-LABEL_MODES = ("permuted-label", "raw-label")  # no label travels in either; they say which class an output stands for
+LABEL_MODES = ("raw-label",)  # no label travels, but an output stands for the class itself, and its bias shows
 
 
 class FedAvg:

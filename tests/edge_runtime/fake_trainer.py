@@ -25,8 +25,9 @@ IMAGE = ImageRule(SIZE, SIZE, "bicubic", 1.0, "center", (0.5,) * 3, (0.5,) * 3, 
 
 def cut(index: int, loss: str = "none") -> TrainingCut:
     """z (B, 3, 1) = w * the mean of each colour + shift; the cut's index is where w starts."""
+    shape = (3,) if loss != "none" else (3, 1)
     return TrainingCut(
-        index, 9, f"layer{index}", "f.onnx", "b.onnx", "e.onnx", (3,) if loss != "none" else (3, 1), ("w", "shift"),
+        index, 9, f"layer{index}", "f.onnx", "b.onnx", "e.onnx", shape, shape, None, None, ("w", "shift"),
         (), ("seen",), 0, 0, loss,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -65,7 +66,7 @@ def picture(sample: Sample) -> np.ndarray:
 
 def training_set(count: int, rule: AugmentRule | None = None) -> TrainingSet:
     """The labelled images of a device."""
-    return TrainingSet(samples(count), CLASSES, IMAGE, rule or plan().augment, PictureCache(picture))
+    return TrainingSet(samples(count), CLASSES, IMAGE, rule or plan().augment, PictureCache(picture), bytes(32))
 
 
 class FakeTrainer:

@@ -218,8 +218,8 @@ def republish(package: Package, golden: dict[str, np.ndarray], folder: Path) -> 
 # Packages of parts to be trained, without a frontend
 
 PART = TrainingCut(
-    1, 4, "conv1", "cut1.forward.onnx", "cut1.backward.onnx", "cut1.evaluate.onnx", (8, 4, 4), ("conv1.weight",), (),
-    (), 0, 1000, "none",
+    1, 4, "conv1", "cut1.forward.onnx", "cut1.backward.onnx", "cut1.evaluate.onnx", (8, 4, 4), (8, 4, 4), None, None,
+    ("conv1.weight",), (), (), 0, 1000, "none",
 )  # fmt: skip
 PLAN = TrainingPlan(
     training.FORMAT, "sequential_split", False, None, (PART,), OptimiserRule(), AugmentRule(), "float32", "float32"

@@ -86,7 +86,7 @@ SQUARE = {
     ),
 }
 CUT = TrainingCut(
-    1, 3, "square", "forward.onnx", "backward.onnx", "evaluate.onnx", (DIM,), ("w", "b"), ("scale",), ("mean",),
+    1, 3, "square", "forward.onnx", "backward.onnx", "evaluate.onnx", (DIM,), (DIM,), None, None, ("w", "b"), ("scale",), ("mean",),
     saved=1, macs=INPUTS * DIM, loss="none",
 )  # fmt: skip
 

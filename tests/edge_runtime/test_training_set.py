@@ -53,7 +53,7 @@ def test_se_03_a_last_batch_of_one_goes_with_the_one_before() -> None:
 
 def test_images_without_a_class_do_not_count() -> None:
     some = [replace(sample, label=None) if number % 2 else sample for number, sample in enumerate(samples(9))]
-    images = TrainingSet(some, CLASSES, IMAGE, PLAIN, PictureCache(picture))
+    images = TrainingSet(some, CLASSES, IMAGE, PLAIN, PictureCache(picture), bytes(32))
     assert len(images) == 5 and len(images.batch(7, 1, 0, 100).labels) == 5
 
 

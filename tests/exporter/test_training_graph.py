@@ -268,7 +268,7 @@ class Lifted(Dropping):
     [
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)), "at random"),
         (Dropping(), "random"),
-        (Fixed(), "."),
+        (Fixed(), "became fixed"),
         (Unused(), "linear.weight has no influence"),
         (Unknown(), "cumsum"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)), "momentum"),

@@ -80,7 +80,7 @@ def plain(deployment: Deployment) -> Plain:
     data = deployment.package / DEVICES[0] / "train"
     dataset = load_dataset(data, tuple(sorted(PRIVATE_CLASSES)), secret, signed.image.max_pixels, lambda: None)
     cache = PictureCache(lambda sample: read_picture(sample, signed.image))
-    images = TrainingSet(dataset.samples, len(PRIVATE_CLASSES), signed.image, plan.augment, cache)
+    images = TrainingSet(dataset.samples, len(PRIVATE_CLASSES), signed.image, plan.augment, cache, secret)
 
     def batch(epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = images.batch(SEED, epoch, 0, IMAGES)

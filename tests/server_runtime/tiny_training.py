@@ -82,7 +82,7 @@ def _described(
     index: int, depth: int, shape: tuple[int, ...], names: list[str], buffers: list[str], loss: str
 ) -> TrainingCut:
     files = (f"forward-{index}.onnx", f"backward-{index}.onnx", f"evaluate-{index}.onnx")
-    return TrainingCut(index, depth, f"layer {index}", *files, shape, tuple(names), (), tuple(buffers), 0, 0, loss)
+    return TrainingCut(index, depth, f"layer {index}", *files, shape, shape, None, None, tuple(names), (), tuple(buffers), 0, 0, loss)
 
 
 def write_folder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,18 @@ from exporter.architecture import create  # noqa: E402
 from tools import reproduce_baselines as baselines  # noqa: E402
 from tools.reproduce_baselines import CHOOSE, Budget, Found, Images, Learner, Score  # noqa: E402
 
-torch.set_num_threads(1)  # barriers of such small steps cost more than their work
 TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 6, "num_heads": 3, "num_classes": 7}
 CUT, CLASSES = 4, 3
 SHORT = Budget(epochs=4, offsite_epochs=4, batch=8, rates=(1e-3, 1e-2), folds=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Barriers of such small steps cost more than their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
