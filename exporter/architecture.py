@@ -1,8 +1,8 @@
 """Build a timm model by name and arguments, with two arguments of our own for convolutional networks.
 
-`small_images=True` fits a ResNet or VGG to pictures of about 32 pixels; `img_size` (an int or (h, w)) says for which size
-of picture it is exported, which timm's own convolutional networks are not told. Weights from files are left to
-exporter.checkpoint.
+`small_images=True` fits a ResNet or VGG to pictures of about 32 pixels; `img_size` (an int or (h, w)) says
+for which size of picture it is exported, which timm's own convolutional networks are not told. Weights from files are
+left to exporter.checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import timm
+import timm.layers
 import timm.models
 from torch import nn
 
@@ -28,6 +29,8 @@ def create(name: str, pretrained: bool, arguments: Mapping[str, object]) -> nn.M
         return timm.create_model(name, pretrained=pretrained, **rest)
     small = bool(rest.pop("small_images", False))
     size = rest.pop("img_size", _SMALL_PIXELS if small else None)
+    if isinstance(rest.get("act_layer"), str):  # timm's VGG takes the class only
+        rest["act_layer"] = timm.layers.get_act_layer(rest["act_layer"])
     if small and pretrained:
         raise ExportError(
             f"the pretrained {name} has layers for large images that small_images replaces by untrained ones",

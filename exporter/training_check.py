@@ -86,7 +86,9 @@ def run_graphs(graphs: TrainingGraphs, feeds: Arrays, threads: int) -> Arrays:
     return {**found, **run_named(session_of(graphs.backward, threads), {**feeds, **found})}
 
 
-def torch_reference(part: nn.Module, graphs: TrainingGraphs, feeds: Arrays, dtype: torch.dtype) -> tuple[Arrays, list[Tensor]]:
+def torch_reference(
+    part: nn.Module, graphs: TrainingGraphs, feeds: Arrays, dtype: torch.dtype
+) -> tuple[Arrays, list[Tensor]]:
     """The same outputs by torch's autograd in `dtype`, and which way every ReLU and maximum fell."""
     copied = plain_copy(part).to(dtype)
     copied.requires_grad_(True)
@@ -170,7 +172,8 @@ def check_training_graphs(
     faults = [
         f"{what} differ by {found:.1e} of their largest value (limit {most:g})"
         for what, found, most in (
-            ("outputs", figures.output_error, rule.output), ("running statistics", figures.statistics_error, rule.output),
+            ("outputs", figures.output_error, rule.output),
+            ("running statistics", figures.statistics_error, rule.output),
             (f"gradients of {figures.worst_gradient.removeprefix('grad:')}", figures.gradient_error, limit),
         ) if not found <= most
     ]  # fmt: skip

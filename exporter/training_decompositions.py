@@ -1,7 +1,7 @@
 """Backward operators of torch in terms that ONNX has, chosen for onnxruntime's CPU kernels.
 
 Every function here takes what the aten operator of its name takes. Which graph they are used in is left to
-exporter.training_trace; the figures behind the choices are in docs/training.md.
+exporter.training_trace.
 """
 
 from __future__ import annotations
@@ -86,7 +86,12 @@ def _conv_weight(
     out, each, rows, columns = weight.shape
     channels = groups * each
     height, width = grad.shape[2], grad.shape[3]
-    if stride == (rows, columns) and padding == (0, 0) and groups == 1 and x.shape[2:] == (height * rows, width * columns):
+    if (
+        stride == (rows, columns)
+        and padding == (0, 0)
+        and groups == 1
+        and x.shape[2:] == (height * rows, width * columns)
+    ):
         patches = x.reshape(-1, channels, height, rows, width, columns).permute(0, 2, 4, 1, 3, 5)
         flat = grad.permute(1, 0, 2, 3).reshape(out, -1)
         return (flat @ patches.reshape(-1, channels * rows * columns)).reshape(weight.shape)
@@ -111,7 +116,9 @@ def _conv_weight(
 
 
 _LIBRARY = torch.library.Library("cutlayer", "DEF")
-_LIBRARY.define("normalise(Tensor x, Tensor scale, Tensor shift, Tensor a, Tensor b, float eps) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "normalise(Tensor x, Tensor scale, Tensor shift, Tensor a, Tensor b, float eps) -> (Tensor, Tensor, Tensor)"
+)
 NORMALISE = torch.ops.cutlayer.normalise.default  # ONNX's BatchNormalization in training mode; traced, never run
 
 
@@ -196,9 +203,7 @@ def threshold_backward(grad: Tensor, x: Tensor, threshold: float) -> Tensor:
     return grad * (x > threshold).to(grad.dtype)
 
 
-def slice_backward(
-    grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
-) -> Tensor:
+def slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
     """Zeros around what the slice had taken."""
     size = sizes[dim]
     start = start + size if start < 0 else start

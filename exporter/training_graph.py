@@ -1,7 +1,6 @@
 """The ONNX graphs with which a device trains its part of a model: forward, backward, evaluation.
 
-The conventions of their ends are in docs/training.md. How they are traced is exporter.training_trace's, how they are cut
-exporter.training_partition's, what is written exporter.training_onnx's, and whether they are right
+How they are traced is exporter.training_trace's, how they are cut exporter.training_partition's, what is written exporter.training_onnx's, and whether they are right
 exporter.training_check's.
 """
 

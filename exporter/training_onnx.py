@@ -129,11 +129,15 @@ def check(model: ModelProto, title: str, batched: Collection[str], weights: Mapp
     """
     faults = []
     if {each.domain: each.version for each in model.opset_import} != {"": OPSET}:
-        faults.append(f"expected opset {OPSET} alone, found {[(each.domain, each.version) for each in model.opset_import]}")
+        faults.append(
+            f"expected opset {OPSET} alone, found {[(each.domain, each.version) for each in model.opset_import]}"
+        )
     for node in model.graph.node:
         if node.domain or not onnx.defs.has(node.op_type, OPSET):
             faults.append(f"{node.op_type} is no standard operator of opset {OPSET}")
-        if node.op_type == "ScatterND" and any(each.name == "reduction" and each.s != b"none" for each in node.attribute):
+        if node.op_type == "ScatterND" and any(
+            each.name == "reduction" and each.s != b"none" for each in node.attribute
+        ):
             faults.append("ScatterND with a reduction gives wrong sums on several threads")
     faults.extend(_lifted(model, weights))
     for value in (*model.graph.input, *model.graph.output):
@@ -154,8 +158,9 @@ def _lifted(model: ModelProto, weights: Mapping[str, Tensor]) -> list[str]:
     """Constants that are weights, or could be."""
     stored = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
     for node in model.graph.node:
-        if node.op_type == "Constant":
-            stored.update({node.output[0]: numpy_helper.to_array(each.t) for each in node.attribute if each.name == "value"})
+        for each in node.attribute if node.op_type == "Constant" else ():
+            if each.name == "value":
+                stored[node.output[0]] = numpy_helper.to_array(each.t)
     faults = []
     for name, values in stored.items():
         if values.dtype.kind != "f":
@@ -172,7 +177,9 @@ def _owner(values: NDArray[np.generic], weights: Mapping[str, Tensor]) -> str | 
     if flat[0] == flat[-1]:
         return None
     same = (name for name, each in weights.items() if each.numel() == flat.size)
-    return next((name for name in same if np.array_equal(np.sort(weights[name].detach().numpy(), axis=None), flat)), None)
+    return next(
+        (name for name in same if np.array_equal(np.sort(weights[name].detach().numpy(), axis=None), flat)), None
+    )
 
 
 def macs(piece: Piece) -> int:

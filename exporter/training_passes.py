@@ -1,4 +1,4 @@
-"""What is done to a traced training graph before it is cut: no writing in place, no aliases, sizes as plain as can be."""
+"""What is done to a traced training graph before it is cut: no writes in place, no aliases, plain sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contract.errors import ExportError
 aten = torch.ops.aten
 
 VIEWS = frozenset({
-    aten.view.default, aten.reshape.default, aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dims,
-    aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.t.default, aten._unsafe_view.default,
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.expand.default, aten.unsqueeze.default,
+    aten.squeeze.dims, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.t.default, aten._unsafe_view.default,
     aten.split_with_sizes.default, aten.alias.default,
 })  # fmt: skip
 
@@ -82,7 +82,9 @@ def _plain_sizes(graph: Graph) -> None:
         if node.target is aten.expand.default:
             shape = source.meta["val"].shape
             offset = len(sizes) - len(shape)
-            kept = [place for place in unknown if place >= offset and node.meta["val"].shape[place] == shape[place - offset]]
+            kept = [
+                place for place in unknown if place >= offset and node.meta["val"].shape[place] == shape[place - offset]
+            ]
         else:
             node.target = aten.reshape.default  # the copy that made a view possible is gone
             kept = unknown if len(unknown) == 1 else []

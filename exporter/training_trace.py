@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -68,7 +68,9 @@ def sort_tensors(part: nn.Module, trainable: Collection[str]) -> Tensors:
     buffers = {name: value for name, value in part.named_buffers() if value.is_floating_point()}
     lost = sorted(set(buffers) - state)
     if lost:
-        raise ExportError(f"{lost[0]} is a buffer outside the state dict", "make it persistent, or choose another model")
+        raise ExportError(
+            f"{lost[0]} is a buffer outside the state dict", "make it persistent, or choose another model"
+        )
     return Tensors(
         tuple(name for name in parameters if name in set(trainable)),
         tuple(name for name in parameters if name not in set(trainable)),
@@ -77,7 +79,8 @@ def sort_tensors(part: nn.Module, trainable: Collection[str]) -> Tensors:
 
 
 def plain_copy(part: nn.Module) -> nn.Module:
-    """A copy whose attention is made of plain products and whose norms count no batches; modes stay as they are.
+    """A copy whose attention is made of plain products, whose activations make new tensors and whose norms count no
+    batches; modes stay as they are.
 
     Raises ExportError where training it would draw random numbers, or a norm has no momentum.
     """
@@ -91,6 +94,8 @@ def plain_copy(part: nn.Module) -> nn.Module:
             )
         if hasattr(each, "fused_attn"):
             each.fused_attn = False
+        if isinstance(getattr(each, "inplace", None), bool):
+            each.inplace = False  # a graph has no place: what is saved for backward must be the value before
         if isinstance(each, nn.modules.batchnorm._BatchNorm):
             if each.training and (each.momentum is None or each.running_mean is None):
                 raise ExportError(

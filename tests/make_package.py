@@ -21,11 +21,18 @@ PUBLIC_CLASSES = 4
 PRIVATE_CLASSES = ("north", "east", "south")
 DEVICES = ("device-a", "device-b")
 _VIT = ("--model", MODEL, *(word for each in MODEL_ARGS for word in ("--model-arg", each)))
-_CNN = ("--model", "resnet18", "--model-arg", "small_images=True")
+_SMALL = ("--model-arg", "small_images=True")
+_CNN = ("--model", "resnet18", *_SMALL, "--model-arg", "channels=(8,8,12,16)", "--model-arg", "layers=(1,1,1,1)")
+_VGG = ("--model", "vgg11_bn", *_SMALL)
+_SMOOTH = ("--model-arg", "act_layer=silu")
 TRAINING = {  # packages whose parts are trained on the devices
     "parts": (*_VIT, "--for", "sequential_split", "--cuts", "1,2", "--augment", "crop=2,flip"),
     "whole": (*_VIT, "--for", "fed_avg", "--release-whole-model", "--classes", len(PRIVATE_CLASSES)),
-    "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "3"),
+    "masked": (*_VIT, "--for", "sequential_split", "--cuts", "1,2", "--keep-patches", "0.25"),
+    "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "2,4"),
+    "smooth-cnn": (*_CNN, *_SMOOTH, "--for", "sequential_split", "--cuts", "2,4"),
+    "vgg": (*_VGG, "--for", "sequential_split", "--cuts", "4,8"),
+    "smooth-vgg": (*_VGG, *_SMOOTH, "--for", "sequential_split", "--cuts", "4,8"),
 }
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from contract.errors import DeviceError, RemoteProtocolError, TrainingError
+from contract.errors import DeviceError, EngineError, RemoteProtocolError, TrainingError
 from contract.training import PARAMETERS_NAME, OptimiserRule, TrainingCut
 from edge_runtime.trainer import LOWER_RATE, NEW_RUN, Forward, StepFacts
 from exporter.models import family_of
@@ -69,18 +69,22 @@ class TorchTrainer:
         self._trainable = [self._tensors[name] for name in cut.trainable]
         self._optimiser = self._new_optimiser()
         self._steps = 0
-        # A forward pass in train mode moves the statistics; they count only from the step on.
-        self._statistics = [self._tensors[name] for name in cut.buffers]
+        # A forward pass in train mode moves the statistics; they count only from the step on. As `data`, for autograd
+        # keeps watch over them, although a backward pass in train mode does not read them.
+        self._statistics = [self._tensors[name].data for name in cut.buffers]
         self._before = [each.clone() for each in self._statistics]
         self._after = [each.clone() for each in self._statistics]
         self._output: Tensor | None = None  # z, or the loss where it is the part's own
         self._has_gradients = False
 
-    def forward(self, x: Floats, targets: Floats | None = None) -> Forward:
+    def forward(self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None) -> Forward:
         """Images (B, 3, h, w) in train mode; `targets` (B, C) one-hot where the loss is the part's own.
 
-        Raises: TrainingError when the loss is not finite, or a batch has no statistics.
+        Raises: EngineError for a part that sees some patches only; TrainingError when the loss is not finite, or a
+        batch has no statistics.
         """
+        if keep is not None:
+            raise EngineError("the torch engine knows no parts that leave out patches", "use --engine onnxruntime")
         self.discard()
         torch._foreach_copy_(self._before, self._statistics)
         try:

@@ -27,7 +27,7 @@ class Frontend(nn.Module):
 
 
 class Backend(nn.Module):
-    """Layers k+1..L, the large model's hidden layers and pooling: features at the cut -> (B, f) as the head gets them."""
+    """Layers k+1..L, the large model's hidden layers, pooling: features at the cut -> (B, f) as the head gets them."""
 
     def __init__(self, model: VGG, k: int) -> None:
         super().__init__()

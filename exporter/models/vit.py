@@ -36,7 +36,7 @@ class Frontend(nn.Module):
         self.blocks = nn.Sequential(*list(model.blocks)[:k])
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """With `keep` (B, K), int64 patch positions, the tokens are the prefix and those K patches: (B, T - N + K, d)."""
+        """With `keep` (B, K), int64 patch positions, the tokens are the prefix and those patches: (B, T - N + K, d)."""
         if keep is None:
             patches = self.patch_embed(images)  # (B, N, d)
             tokens = self.model_class._pos_embed(self, patches)  # (B, T, d); each class places its prefix tokens itself

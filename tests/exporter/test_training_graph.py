@@ -70,7 +70,8 @@ class Skips(nn.Module):
         super().__init__()
         self.block = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6))
         self.pool, self.skip, self.norm = nn.MaxPool2d(3, 2, 1), nn.Conv2d(3, 6, 1, bias=False), nn.BatchNorm2d(6)
-        self.head, self.alpha, self.beta = nn.Linear(6, CLASSES), nn.Parameter(torch.tensor([-1.0])), nn.Parameter(torch.tensor([2.0, 1.0]))  # fmt: skip
+        self.head, self.alpha = nn.Linear(6, CLASSES), nn.Parameter(torch.tensor([-1.0]))
+        self.beta = nn.Parameter(torch.tensor([2.0, 1.0]))
 
     def train(self, mode: bool = True) -> Skips:
         super().train(mode)
@@ -116,8 +117,7 @@ def vit_part() -> nn.Module:
 
 def resnet(**more: object) -> nn.Module:
     arguments = {"small_images": True, "num_classes": CLASSES, "channels": (8, 8, 12, 16), "layers": (1, 1, 1, 1)}
-    model = create("resnet18", False, {**arguments, **more})
-    return model
+    return create("resnet18", False, {**arguments, **more})
 
 
 PARTS = {
@@ -166,7 +166,7 @@ def test_keeping_every_patch_is_no_masking(masked: SimpleNamespace) -> None:
     assert masked.graphs.output_shape == (0, 48) and masked.graphs.evaluated_shape == (17, 48)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_whole_network_with_cross_entropy(recompute: bool) -> None:
     torch.manual_seed(0)
     part = shaken(resnet())
@@ -182,15 +182,16 @@ def test_running_statistics_are_torchs_own() -> None:
     part = shaken(Convolutions())
     graphs = make(part)
     feeds = random_feeds(part, graphs, SHAPE, 3, kept=None, patches=None, class_count=None)
+    feeds = {name: value.copy() for name, value in feeds.items()}  # they share the part's memory otherwise
     before = {name: feeds[name].copy() for name in graphs.buffers}
     found = run_named(session_of(graphs.forward, 2), feeds)
+    for name in graphs.buffers:
+        np.testing.assert_array_equal(feeds[name], before[name])
     part(torch.from_numpy(feeds["x"]))
     assert set(graphs.moved) == set(graphs.buffers)
     for name, value in part.named_buffers():
         if value.is_floating_point():
             np.testing.assert_allclose(found[f"new:{name}"], value.numpy(), rtol=1e-5, atol=1e-6)
-    for name in graphs.buffers:
-        np.testing.assert_array_equal(feeds[name], before[name]) if name not in dict(part.named_buffers()) else None
 
 
 def test_evaluation_uses_running_statistics() -> None:
@@ -225,13 +226,13 @@ def test_a_wrong_gradient_does_not_pass_the_gate() -> None:
         check_training_graphs(part, TrainingGraphs(**changed), SHAPE)
 
 
-def test_comparison_counts_flips() -> None:
+def test_a_gradient_is_judged_by_the_signs_that_float32_gets_right() -> None:
     part = shaken(Pooled())
     graphs = make(part)
     feeds = random_feeds(part, graphs, SHAPE, 4, kept=None, patches=None, class_count=None)
-    assert compare(part, graphs, feeds, 1).flips >= 0
     _, sides = torch_reference(part, graphs, feeds, torch.float64)
-    assert len(sides) == 3
+    assert [tuple(each.shape) for each in sides] == [(4, 6, 16, 16), (4, 6, 8, 8), (4, 6, 4, 4)]
+    assert compare(part, graphs, feeds, 1).gradient_error < 1e-4
 
 
 class Dropping(nn.Module):
@@ -272,7 +273,7 @@ class Lifted(Dropping):
         (Unused(), "linear.weight has no influence"),
         (Unknown(), "cumsum"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)), "momentum"),
-        (nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), "."),
+        (nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), "plain 2-D convolutions"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(part: nn.Module, message: str) -> None:
@@ -282,10 +283,8 @@ def test_what_cannot_be_trained_is_refused(part: nn.Module, message: str) -> Non
 
 def test_a_weight_that_is_no_parameter_is_refused() -> None:
     part = Lifted()
-    part.hidden = None
-    del part.hidden
     object.__setattr__(part, "hidden", torch.randn(3, 100))
-    with pytest.raises(ExportError):
+    with pytest.raises(ExportError, match="is a constant of the graph"):
         make(part.train())
 
 
@@ -311,4 +310,6 @@ def test_files_name_nothing_of_this_machine() -> None:
     for data in (graphs.forward, graphs.backward, graphs.evaluate):
         model = onnx.load_from_string(data)
         assert model.ir_version == 10 and model.producer_name == "cutlayer"
-        assert not model.graph.value_info and not any(node.doc_string or node.metadata_props for node in model.graph.node)
+        assert not model.graph.value_info and not any(
+            node.doc_string or node.metadata_props for node in model.graph.node
+        )
