@@ -1,7 +1,7 @@
 """The ONNX graphs with which a device trains its part of a model: forward, backward, evaluation.
 
-How they are traced is exporter.training_trace's, how they are cut exporter.training_partition's, what is written exporter.training_onnx's, and whether they are right
-exporter.training_check's.
+How they are traced is exporter.training_trace's, how they are cut exporter.training_partition's, what is written
+exporter.training_onnx's, and whether they are right exporter.training_check's.
 """
 
 from __future__ import annotations

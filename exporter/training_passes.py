@@ -14,8 +14,8 @@ aten = torch.ops.aten
 
 VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten.permute.default, aten.expand.default, aten.unsqueeze.default,
-    aten.squeeze.dims, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.t.default, aten._unsafe_view.default,
-    aten.split_with_sizes.default, aten.alias.default,
+    aten.squeeze.dims, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.t.default,
+    aten._unsafe_view.default, aten.split_with_sizes.default, aten.alias.default,
 })  # fmt: skip
 
 

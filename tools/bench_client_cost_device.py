@@ -139,9 +139,11 @@ def train(folder: Path, facts: dict[str, Any], stages: Stages) -> dict[str, Any]
             trainer.backward()
         trainer.step(LEARNING_RATE)
 
-    # The first step opens the graphs and touches all memory; with half a batch it shows what an image costs in memory.
-    half = max(1, facts["batch"] // 2)
+    # The first step opens the graphs and touches the optimiser's memory; one of half a batch then shows what an image
+    # costs.
+    half = facts["batch"] // 2
     with stages.measure("warm-up"):
+        step(pictures.batch(0, 1))
         step(pictures.batch(0, half))
     half_peak = peak_bytes()
     with stages.measure("work"):

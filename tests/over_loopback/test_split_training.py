@@ -29,7 +29,7 @@ IMAGES = 12  # of each device
 SEED = 5
 SMOOTH = 1e-5  # relative; without ReLU nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-RATE = 0.02
+RATES = {"smooth-vgg": 0.001}  # it learns twelve images in two steps of more, and a loss of 0 has no relative error
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def follow(unsplit: Plain, steps: int, rate: float) -> list[float]:
     return losses
 
 
-CUTS = [("parts", 1), ("parts", 2), ("masked", 1), ("masked", 2)]
+CUTS = [("parts", 1), ("parts", 2), ("masked", 1), pytest.param("masked", 2, marks=pytest.mark.slow)]
 CUTS += [("smooth-cnn", 2), ("smooth-cnn", 4), ("smooth-vgg", 4), ("smooth-vgg", 8)]
 
 
@@ -169,10 +169,11 @@ def test_split_equals_unsplit_over_twenty_steps(package: Path, tmp_path: Path, f
 
 def equals_unsplit(deployment: Deployment, cut: int, steps: int) -> None:
     """Losses of every step, and all weights and statistics after the last one."""
-    options = ("--epochs", steps, "--batch", IMAGES, "--cuts", cut, "--learning-rate", RATE)
+    rate = RATES.get(deployment.front, 0.02)
+    options = ("--epochs", steps, "--batch", IMAGES, "--cuts", cut, "--learning-rate", rate)
     train(deployment, "sequential_split", *options)
     unsplit = plain(deployment)
-    losses = follow(unsplit, steps, RATE)
+    losses = follow(unsplit, steps, rate)
     found = [line["loss"] for line in deployment.metrics() if "epoch" in line]
     assert np.allclose(found, losses, rtol=SMOOTH, atol=0), (found, losses)
     trained = weights(deployment)
@@ -188,7 +189,9 @@ def equals_unsplit(deployment: Deployment, cut: int, steps: int) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("mode", ["raw-label", "permuted-label", "logit-gradient"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("raw-label", marks=pytest.mark.slow), "permuted-label", "logit-gradient"]
+)
 def test_every_gradient_of_a_step_is_the_unsplit_models(package: Path, tmp_path: Path, mode: str) -> None:
     deployment = alone(package, tmp_path, "parts")
     found, unsplit = step_of_rate_one(deployment, 2, mode)
@@ -201,7 +204,15 @@ def test_every_gradient_of_a_step_is_the_unsplit_models(package: Path, tmp_path:
         assert apart <= SMOOTH * np.abs(gradient).max() + rounding, name
 
 
-@pytest.mark.parametrize(("front", "cut"), [("cnn", 2), ("cnn", 4), ("vgg", 4), ("vgg", 8)])
+@pytest.mark.parametrize(
+    ("front", "cut"),
+    [
+        pytest.param("cnn", 2, marks=pytest.mark.slow),
+        ("cnn", 4),
+        pytest.param("vgg", 4, marks=pytest.mark.slow),
+        ("vgg", 8),
+    ],
+)
 def test_a_step_through_relu_is_as_near_to_float64_as_torchs_own(
     package: Path, tmp_path: Path, front: str, cut: int
 ) -> None:
@@ -276,15 +287,18 @@ def permuted(deployment: Deployment, labels: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(permutation(secret, len(PRIVATE_CLASSES), "classes", digest))[labels]
 
 
-@pytest.mark.parametrize("device_bin", DEVICE_BINS, ids=lambda path: path.parent.name)
+STORIES = [
+    ("sequential_split", "parts", "permuted-label"),
+    ("parallel_split", "cnn", "logit-gradient"),
+    ("split_fed", "parts", "client-head"),
+    ("fed_avg", "whole", "raw-label"),
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "front", "mode"),
-    [
-        ("sequential_split", "parts", "permuted-label"),
-        ("parallel_split", "cnn", "logit-gradient"),
-        ("split_fed", "parts", "client-head"),
-        ("fed_avg", "whole", "raw-label"),
-    ],
+    ("device_bin", "strategy", "front", "mode"),
+    [(BIN, *story) for story in STORIES] + [(each, *STORIES[1]) for each in DEVICE_BINS[1:]],
+    ids=lambda value: value.parent.name if isinstance(value, Path) else value,
 )
 def test_a_site_trains_its_parts_and_predicts(
     package: Path, tmp_path: Path, device_bin: Path, strategy: str, front: str, mode: str

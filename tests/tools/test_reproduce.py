@@ -25,7 +25,7 @@ from tools.reproduce import (
 )
 from tools.reproduce_baselines import CHOOSE, QUICK_BUDGET, Budget
 from tools.reproduce_rows import Cell, Found, mean_by_images
-from tools.reproduce_table import BASELINES, cell_of, results_of, spread, summarise
+from tools.reproduce_table import BASELINES, budget_text, cell_of, results_of, spread, summarise
 from tools.reproduce_world import ARCHIVES, draw_shots, full_world, made, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -270,12 +270,14 @@ def test_the_report_says_engine_and_verdict_of_every_row() -> None:
 
 
 def test_the_report_says_grid_and_budget_and_the_emulators_accuracy() -> None:
-    table = results_of(document([row(5, 1.0, 1, 0.6)], [baseline("offsite_tuning", 5, 1, 0.55, 0.4)])).tables[3]
+    page = results_of(document([row(5, 1.0, 1, 0.6)], [baseline("offsite_tuning", 5, 1, 0.55, 0.4)]))
+    table, said = page.tables[3], str(dict(page.facts)["baselines in the clear"])
     (line,) = table.rows
     cells = dict(zip(table.columns, line, strict=True))
     assert cells["offsite_tuning"] == "55.00 (emulator 40.00; SA +5.0, ahead in 1 of 1)"
     assert (cells["sa"], cells["fine_tuning"]) == ("60.00", "-")
-    assert "100 epochs (offsite tuning 50)" in table.note and "1e-05, 0.0001, 0.001, 0.01" in table.note
+    assert "100 epochs (offsite tuning 50)" in said and "1e-05, 0.0001, 0.001, 0.01" in said
+    assert "too short" not in said and "too short to compare with" in budget_text(QUICK_BUDGET.document())
 
 
 def test_devices_count_by_their_images() -> None:
@@ -313,5 +315,6 @@ def test_a_quick_run_ends_with_a_table_and_goes_on_from_its_rows(tmp_path: Path)
     assert all(0.3 < share <= 1 for share in only["accuracy"].values())  # chance is 0.2 +- 0.014
     assert document["cells"][0]["verdict"].startswith("SA ")
     assert [each["baseline"] for each in document["baselines"]] == ["offsite_tuning", "split_learning"]
-    assert all(0.3 < each["accuracy"] <= 1 for each in document["baselines"])
+    assert all(each["images"] == 10 and 0 < each["accuracy"] <= 1 for each in document["baselines"])
+    assert 0 < document["baselines"][0]["emulator_accuracy"] <= 1
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
