@@ -156,6 +156,11 @@ class Rounds:
             answer(Settled, replies, link.device)
             link.batch, link.gradient = 0, None
 
+    def hand_out(self) -> Talk[None]:
+        """Give every device the client part of the finished W, so that it predicts with what was trained."""
+        yield Progress("handing out the trained parts", self._count)
+        yield from self.load(list(self.links.values()))
+
     def upload(self, links: Sequence[Link]) -> Talk[dict[str, dict[str, np.ndarray]]]:
         """Client parts of the devices, by W's names; a part that is not finite is left out and noted.
 

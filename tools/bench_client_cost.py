@@ -3,7 +3,8 @@
 Every method runs in a fresh process without torch: split adaptation through the product's device on all images (decode,
 weight noise, INT8 frontend, patch retrieval, feature noise; no socket), linear probing through the float32 model, the
 others through the product's trainer. Weights are random, which changes no cost. Training is measured for a few steps
-and told as MODELLED: measured seconds an image x images x epochs. Waiting for a server is nowhere counted.
+and told as modelled: measured seconds an image x images x epochs; its memory is measured at the batch that is given.
+Waiting for a server is nowhere counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from contract.errors import CutlayerError, UsageError
 
 EPOCHS = {"sa": 1, "lp": 100, "fine_tuning": 100, "ln_tuning": 100, "split_learning": 100, "offsite_tuning": 50}
 SHOTS = 5  # images of a class
-PAPER_BATCH = 32
 CALIBRATION_IMAGES = 16
 FILE_SIDE_PX = 256
 CHILD_S = 4 * 3600.0
@@ -41,7 +41,7 @@ def main() -> int:
         say(f"measuring {method}")
         with tempfile.TemporaryDirectory(prefix="cutlayer-cost-") as name:
             figures = run_method(method, options, Path(name))
-        rows.append(row_of(method, figures, options.images, options.batch))
+        rows.append(row_of(method, figures, options.images))
         say(line_of(rows[-1]))
     document = {
         "model": options.model, "model_args": options.model_arg, "weights": "random", "images": options.images,
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--split", type=int, help="blocks on the client (default: two thirds)")
     parser.add_argument("--images", type=int, default=500, help="of the client, five a class (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=PAPER_BATCH, help="of training (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="of training (default %(default)s, as published)")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of training (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of the client's process (default %(default)s)")
     parser.add_argument("--format", choices=["text", "json"], default="text", help="(default: %(default)s)")
@@ -143,7 +143,7 @@ def child(module: str, *words: object, threads: int | None = None) -> str:
 # -- from seconds of a few steps to those of the whole work
 
 
-def row_of(method: str, figures: Row, images: int, batch: int) -> Row:
+def row_of(method: str, figures: Row, images: int) -> Row:
     """One line of the table; what is modelled says so, what is unknown is None."""
     seconds, energy = figures["seconds"], figures["energy_j"]
     modelled = method != "sa" and not (method == "lp" and figures["images"] == images)
@@ -151,16 +151,11 @@ def row_of(method: str, figures: Row, images: int, batch: int) -> Row:
         "seconds": whole(method, seconds, figures["images"], images),
         "energy_j": None if None in energy.values() else whole(method, energy, figures["images"], images),
     }
-    peak_bytes, half_peak_bytes = figures["peak_bytes"], figures.get("half_peak_bytes")
-    at_papers_batch: float | None = None
-    if half_peak_bytes is not None and batch != PAPER_BATCH:
-        of_an_image = (peak_bytes - half_peak_bytes) / (batch - figures["half"])
-        at_papers_batch = (peak_bytes + of_an_image * (PAPER_BATCH - batch)) / 1e6
+    peak_bytes = figures["peak_bytes"]
     return {
         "method": method,
         "epochs": EPOCHS[method],
         "peak_mb": None if peak_bytes is None else peak_bytes / 1e6,
-        "peak_mb_at_batch_32": at_papers_batch,
         **spent,
         "how": "modelled" if modelled else "measured",
         "energy_reason": figures["energy_reason"],
@@ -210,13 +205,10 @@ def compare(ours: Row, others: list[Row], name: str, word: str, show: Callable[[
 
 
 def line_of(row: Row) -> str:
-    peak, large, joules = row["peak_mb"], row["peak_mb_at_batch_32"], row["energy_j"]
+    peak, joules = row["peak_mb"], row["energy_j"]
     memory = "unknown" if peak is None else f"{peak:.0f}"
     energy = "unknown" if joules is None else f"{joules:.0f}"
-    wider = "" if large is None else f"  ({large:.0f} MB modelled at batch {PAPER_BATCH})"
-    return (
-        f"{row['method']:<15}{memory:>8}{row['seconds']:>12.1f}  {row['how']:<9}{row['epochs']:>6}  {energy:>8}{wider}"
-    )
+    return f"{row['method']:<15}{memory:>8}{row['seconds']:>12.1f}  {row['how']:<9}{row['epochs']:>6}  {energy:>8}"
 
 
 def lines_of(document: Row) -> list[str]:

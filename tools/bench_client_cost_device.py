@@ -139,17 +139,12 @@ def train(folder: Path, facts: dict[str, Any], stages: Stages) -> dict[str, Any]
             trainer.backward()
         trainer.step(LEARNING_RATE)
 
-    # The first step opens the graphs and touches the optimiser's memory; one of half a batch then shows what an image
-    # costs.
-    half = facts["batch"] // 2
-    with stages.measure("warm-up"):
+    with stages.measure("warm-up"):  # it opens the graphs and touches the optimiser's memory
         step(pictures.batch(0, 1))
-        step(pictures.batch(0, half))
-    half_peak = peak_bytes()
     with stages.measure("work"):
         for number in range(facts["steps"]):
             step(pictures.batch(number, facts["batch"]))
-    return {"images": facts["steps"] * facts["batch"], "half": half, "half_peak_bytes": half_peak}
+    return {"images": facts["steps"] * facts["batch"]}
 
 
 class Pictures:

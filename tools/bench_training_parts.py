@@ -71,7 +71,7 @@ def split(name: str, layers: int, **arguments: object) -> nn.Module:
 CASES = {
     "vit_tiny_4": Case(lambda: split("vit_tiny_patch16_224", 4), 224, 8),
     "vit_tiny_4_masked": Case(lambda: MaskedViT(create("vit_tiny_patch16_224", False, {}), 4), 224, 8, masked=0.75),
-    "resnet18_layer1": Case(lambda: split("resnet18", 6, small_images=True, num_classes=10), 32, 64),
+    "resnet18_layer1": Case(lambda: split("resnet18", 4, small_images=True, num_classes=10), 32, 64),
     "vgg16_bn_10": Case(lambda: split("vgg16_bn", 10, small_images=True, num_classes=10), 32, 32),
 }
 

@@ -41,6 +41,15 @@ class FedAvg:
             n = [rounds.links[device].samples or 0 for device in parts]
             w.put(average(w.floats(), list(parts.values()), n))
             yield rounds.end_round(e)
+        yield from self._hand_out(rounds)
+
+    def _hand_out(self, rounds: Rounds) -> Talk[None]:
+        """W to all devices, which predict with it by themselves; who is away does not hold up those that are enough."""
+        links = list(rounds.links.values())
+        part = rounds.w.part(links[0].cut)
+        own = {link.device: {"cut": link.cut.index, "step": rounds.epoch} for link in links}
+        quorum = min(self._settings.quorum, len(links)) or None
+        yield from rounds.ask("load_part", {link.device: part for link in links}, own, quorum=quorum)
 
     def _train(self, rounds: Rounds, epochs: int) -> Talk[dict[str, dict[str, np.ndarray]]]:
         """The parts of all devices that answered, have images, and gave finite values."""

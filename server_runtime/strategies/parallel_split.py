@@ -45,6 +45,7 @@ class ParallelSplit:
             n = [rounds.links[device].samples or 0 for device in parts]
             w.put(average(w.floats(), list(parts.values()), n))
             yield rounds.end_round()
+        yield from rounds.hand_out()
 
     def state(self) -> State:
         """W, its moments and where everyone stands."""

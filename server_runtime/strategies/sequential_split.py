@@ -41,6 +41,7 @@ class SequentialSplit:
                 self._turn, rounds.place = self._turn + 1, 0
             self._turn = 0
             yield rounds.end_round()
+        yield from rounds.hand_out()
 
     def _take_turn(self, rounds: Rounds, link: Link) -> Talk[None]:
         """Load W^{1:s}, an epoch of batches, W^{1:s} <- W_c."""

@@ -48,6 +48,7 @@ class SplitFed:
             w.put(average(w.floats(), whole, n))
             self._copies = {}
             yield rounds.end_round()
+        yield from rounds.hand_out()
 
     def state(self) -> State:
         """W, where everyone stands, and in a round the copies with their moments."""

@@ -77,34 +77,32 @@ def test_the_table_says_the_same_in_words() -> None:
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    """Of 8 images in steps of 4."""
+    """Of 8 images."""
     return {
-        "images": 8, "seconds": {"setup": 1.0, "work": 4.0}, "energy_j": {"setup": 2.0, "work": 40.0},
-        "energy_reason": None, "peak_bytes": 300e6, "half": 2, "half_peak_bytes": 200e6, "torch_imported": False,
-        **changes,
+        "images": 8, "seconds": {"setup": 1.0, "warm-up": 9.0, "work": 4.0},
+        "energy_j": {"setup": 2.0, "warm-up": 9.0, "work": 40.0}, "energy_reason": None, "peak_bytes": 300e6,
+        "torch_imported": False, **changes,
     }  # fmt: skip
 
 
-def test_seconds_joules_and_memory_are_carried_over_to_all_epochs_and_the_papers_batch() -> None:
-    row = bench_client_cost.row_of("offsite_tuning", figures(), images=100, batch=4)
+def test_seconds_and_joules_are_carried_over_to_all_images_and_epochs() -> None:
+    row = bench_client_cost.row_of("offsite_tuning", figures(), images=100)
     assert (row["seconds"], row["energy_j"]) == (1 + 0.5 * 100 * 50, 2 + 5 * 100 * 50)
     assert row["peak_mb"] == 300
-    assert row["peak_mb_at_batch_32"] == 300 + 50 * 28
-    assert bench_client_cost.row_of("ln_tuning", figures(), images=100, batch=32)["peak_mb_at_batch_32"] is None
+    assert bench_client_cost.row_of("ln_tuning", figures(), images=100)["seconds"] == 1 + 0.5 * 100 * 100
 
 
 def test_a_probe_sees_every_image_once_whatever_its_epochs() -> None:
     spent = {"setup": 1.0, "forward": 4.0, "head": 3.0}
-    known = figures(seconds=spent, energy_j=spent, half_peak_bytes=None)
-    assert bench_client_cost.row_of("lp", known, images=100, batch=4)["seconds"] == 1 + 50 + 3
-    row = bench_client_cost.row_of("lp", known, images=8, batch=4)
-    assert (row["seconds"], row["how"], row["peak_mb_at_batch_32"]) == (8, "measured", None)
+    known = figures(seconds=spent, energy_j=spent)
+    assert bench_client_cost.row_of("lp", known, images=100)["seconds"] == 1 + 50 + 3
+    row = bench_client_cost.row_of("lp", known, images=8)
+    assert (row["seconds"], row["how"]) == (8, "measured")
 
 
 def test_what_is_unknown_stays_unknown() -> None:
-    unknown = figures(energy_j={"setup": None, "work": None}, energy_reason="no meter", peak_bytes=None,
-                      half_peak_bytes=None)  # fmt: skip
-    row = bench_client_cost.row_of("ln_tuning", unknown, images=8, batch=4)
+    unknown = figures(energy_j={"setup": None, "work": None}, energy_reason="no meter", peak_bytes=None)
+    row = bench_client_cost.row_of("ln_tuning", unknown, images=8)
     assert (row["energy_j"], row["energy_reason"], row["peak_mb"]) == (None, "no meter", None)
     assert "unknown" in bench_client_cost.line_of(row)
     both = [{"method": "sa", "peak_mb": 1.0, "seconds": 1.0}, row]
