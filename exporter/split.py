@@ -32,8 +32,8 @@ def check_cut(k: int, depth: int) -> None:
 def split_model(model: nn.Module, k: int) -> tuple[nn.Module, nn.Module]:
     """Halves of a whole model, sharing its parameters; the model itself is not changed.
 
-    Frontend: images (B, 3, h, w) -> tokens (B, T, d), or features (B, C, h', w') of a convolutional network. Backend: from
-    there to the pooled features (B, f) that the head receives.
+    Frontend: images (B, 3, h, w) -> tokens (B, T, d), or features (B, C, h', w') of a convolutional network. Backend:
+    from there to the pooled features (B, f) that the head receives.
 
     Raises UsageError for an impossible cut, ExportError for a model of no known family.
     """

@@ -15,7 +15,7 @@ import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from torch.fx import Node
 
-from exporter.training_decompositions import NORMALISE
+from exporter.training_decompositions import BETWEEN, NORMALISE
 
 aten = torch.ops.aten
 
@@ -179,6 +179,12 @@ def _gelu(w: Writer, node: Node) -> str:
     return w.emit("Gelu", [w.of(node.args[0])], approximate=node.kwargs.get("approximate", "none"))
 
 
+@rule(BETWEEN)
+def _between(w: Writer, node: Node) -> str:
+    x, slope, middle = node.args
+    return w.emit("HardSigmoid", [w.of(x)], alpha=slope, beta=middle)
+
+
 @rule(aten.leaky_relu.default)
 def _leaky(w: Writer, node: Node) -> str:
     return w.emit("LeakyRelu", [w.of(node.args[0])], alpha=float(_argument(node, 1, 0.01)))
@@ -264,11 +270,25 @@ def _squeeze(w: Writer, node: Node) -> str:
 
 @rule(aten.slice.Tensor)
 def _slice(w: Writer, node: Node) -> str:
+    """A slice of a slice along another axis is one copy instead of two."""
+    cuts = [_cut(node)]
+    source = node.args[0]
+    while source.target is aten.slice.Tensor and _cut(source)[2] not in {axis for _, _, axis, _ in cuts}:
+        cuts.append(_cut(source))
+        source = source.args[0]
+    starts, ends, axes, steps = zip(*cuts, strict=True)
+    return w.emit("Slice", [w.of(source), w.sizes(starts), w.sizes(ends), w.constant(axes), w.constant(steps)])
+
+
+def _cut(node: Node) -> tuple[Any, Any, int, int]:
+    """Start, end, axis, step of a slice."""
     axis, start, end, step = (_argument(node, place, default) for place, default in ((1, 0), (2, 0), (3, None), (4, 1)))
-    axis %= _value(node).dim()
-    end = np.iinfo(np.int64).max if end is None else end
-    bounds = [w.sizes([0 if start is None else start]), w.sizes([end])]
-    return w.emit("Slice", [w.of(node.args[0]), *bounds, w.constant([axis]), w.constant([step])])
+    return (
+        0 if start is None else start,
+        np.iinfo(np.int64).max if end is None else end,
+        axis % _value(node).dim(),
+        step,
+    )
 
 
 @rule(aten.flip.default)
@@ -377,9 +397,24 @@ def _turned(w: Writer, node: Node) -> tuple[str, int]:
     return w.of(node), 0
 
 
+def _copied_turned(w: Writer, name: str, columns: int) -> str:
+    """The transpose as a copy, made in three dimensions so that onnxruntime does not put it back into the product.
+
+    In a weight's gradient both factors are long and out of the cache: reading one of them across its rows costs 1.5
+    times the product (1576 x 192 by 1576 x 768: 11.1 ms, with the narrow one copied 7.0 ms), the copy 0.25 ms.
+    """
+    turned = w.emit("Transpose", [w.emit("Reshape", [name, w.constant([1, -1, columns])])], perm=[0, 2, 1])
+    return w.emit("Reshape", [turned, w.constant([columns, -1])])
+
+
 @rule(aten.mm.default)
 def _mm(w: Writer, node: Node) -> str:
     (left, turn_left), (right, turn_right) = (_turned(w, each) for each in node.args)
+    rows, columns = _value(node).shape
+    if turn_left and not turn_right and isinstance(rows, int) and isinstance(columns, int):
+        if rows <= columns:
+            return w.emit("MatMul", [_copied_turned(w, left, rows), right])
+        return w.emit("Transpose", [w.emit("MatMul", [_copied_turned(w, right, columns), left])], perm=[1, 0])
     return w.emit("Gemm", [left, right], transA=turn_left, transB=turn_right)
 
 

@@ -261,7 +261,8 @@ def _cut(part: Part, graphs: TrainingGraphs, macs: int, kept: Kept | None) -> Tr
     return TrainingCut(
         index=part.index, depth=part.depth, layer=part.layer, forward=forward, backward=backward, evaluate=evaluate,
         output_shape=shape, evaluated_shape=seen, kept=kept.count if kept else None,
-        patches=kept.patches if kept else None, trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
+        patches=kept.patches if kept else None,
+        trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
         saved=graphs.saved, macs=macs, loss=part.loss,
     )  # fmt: skip
 

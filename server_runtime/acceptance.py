@@ -11,7 +11,6 @@ from contract.errors import RemoteProtocolError
 from contract.messages import Activations, Features
 from contract.tokens import TokenLayout
 
-
 LABELLED = ("raw-label", "permuted-label")  # modes in which training data come with class numbers
 
 

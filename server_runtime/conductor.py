@@ -207,8 +207,8 @@ class Conductor:
         self._post.send(
             PipeFrame(
                 pipe.WARNING,
-                text=f"site {site.name}: {device} has lost its newest part of the model: training goes back to the last "
-                f"step that both sides hold ({positions_of(state).get(device, 0)}) and replays from there",
+                text=f"site {site.name}: {device} has lost its newest part of the model: training goes back to the "
+                f"last step that both sides hold ({positions_of(state).get(device, 0)}) and replays from there",
             )
         )
         site.conduct = site.strategy.run(_facts(site))

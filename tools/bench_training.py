@@ -84,19 +84,22 @@ def ratio_of(figures: dict[str, list[dict[str, Any]]], other: str, name: str) ->
     return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
-def to_text(document: dict[str, Any]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     def shown(value: float | None, digits: int) -> str:
         return "unknown" if value is None else f"{value:.{digits}f}"
 
+    sides = ", ".join(f"{shown(row[f'{s}_step_ms'], 1)} / {shown(row[f'{s}_peak_mb'], 0)}" for s in SIDES)
+    ratios = "".join(f"{shown(row[name], 2):>8}" for name in ("ratio", "bf16_ratio", "rss_ratio"))
+    return f"{row['module']:<20}{ratios}   {sides}"
+
+
+def to_text(document: dict[str, Any]) -> str:
     lines = [
         f"torch {document['torch']}, onnxruntime {document['onnxruntime']} on Python {document['device_python']}, "
         f"1 thread, {document['turns']} turns of {document['steps']} steps",
         f"{'module':<20}{'ratio':>8}{'bf16':>8}{'memory':>8}   CPU ms and peak MB: device, torch, torch bf16",
     ]
-    for row in document["rows"]:
-        sides = ", ".join(f"{shown(row[f'{s}_step_ms'], 1)} / {shown(row[f'{s}_peak_mb'], 0)}" for s in SIDES)
-        ratios = "".join(f"{shown(row[name], 2):>8}" for name in ("ratio", "bf16_ratio", "rss_ratio"))
-        lines.append(f"{row['module']:<20}{ratios}   {sides}")
+    lines.extend(line_of(row) for row in document["rows"])
     return "\n".join(lines)
 
 
@@ -108,6 +111,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="cutlayer-bench-") as folder:
             last = measure(name, Path(folder), options.turns, options.steps, str(options.device_python))
         rows.append(row_of(name, last))
+        say(line_of(rows[-1]))  # a run of many minutes that is cut short has told this much
     document: dict[str, Any] = {
         "torch": last["torch"][0]["version"],
         "onnxruntime": last["device"][0]["version"],

@@ -29,7 +29,8 @@ def main() -> None:
     names = {name: tuple(facts[name]) for name in ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers")}
     cut = TrainingCut(
         1, 2, folder.name, "forward.onnx", "backward.onnx", "evaluate.onnx",
-        kept=facts.get("kept"), patches=facts.get("patches"), saved=facts["saved"], macs=facts["macs"], loss="none", **names,
+        kept=facts.get("kept"), patches=facts.get("patches"), saved=facts["saved"], macs=facts["macs"], loss="none",
+        **names,
     )  # fmt: skip
     trainer = open_trainer(folder, cut, OptimiserRule("sgd", 0.9, 5e-4), TrainerSettings(threads=1))
     batch = dict(np.load(folder / "batch.npz"))

@@ -86,8 +86,8 @@ SQUARE = {
     ),
 }
 CUT = TrainingCut(
-    1, 3, "square", "forward.onnx", "backward.onnx", "evaluate.onnx", (DIM,), (DIM,), None, None, ("w", "b"), ("scale",), ("mean",),
-    saved=1, macs=INPUTS * DIM, loss="none",
+    1, 3, "square", "forward.onnx", "backward.onnx", "evaluate.onnx", (DIM,), (DIM,), None, None,
+    ("w", "b"), ("scale",), ("mean",), saved=1, macs=INPUTS * DIM, loss="none",
 )  # fmt: skip
 
 # loss = mean over the rows of targets . (x w + b), in the graph; w is frozen.

@@ -63,6 +63,20 @@ class Pooled(nn.Module):
         return functional.normalize(self.project(x.mean((2, 3))), dim=1)
 
 
+class AveragePooled(nn.Module):
+    """Average pools as in the shortcuts of ResNet-D, with a rest at the rim and without, and GELU in both forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 1, 1), nn.GELU(), nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False),
+            nn.Conv2d(6, 5, 2), nn.GELU("tanh"), nn.AvgPool2d((2, 3)),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Skips(nn.Module):
     """A frozen backbone in evaluation mode beside a trained skip, weighed by alpha, with EEFT's complexity as loss."""
 
@@ -123,6 +137,7 @@ def resnet(**more: object) -> nn.Module:
 PARTS = {
     "convolutions": (Convolutions, SHAPE),
     "pooled": (Pooled, SHAPE),
+    "average pooled": (AveragePooled, SHAPE),
     "skips": (Skips, SHAPE),
     "prototypes": (Prototypes, SHAPE),
     "vit": (vit_part, tiny.SHAPE),
@@ -213,6 +228,14 @@ def test_the_part_keeps_its_modes_and_its_weights() -> None:
         assert torch.equal(value, before[name]), name
 
 
+def test_a_resnet_whose_shortcuts_average_can_be_trained() -> None:
+    torch.manual_seed(0)
+    part = shaken(resnet(avg_down=True))
+    graphs = make(part, tiny.SHAPE, loss="cross-entropy", class_count=CLASSES)
+    check_training_graphs(part, graphs, tiny.SHAPE, class_count=CLASSES)
+    assert "AveragePool" in {node.op_type for node in onnx.load_from_string(graphs.forward).graph.node}
+
+
 def test_a_wrong_gradient_does_not_pass_the_gate() -> None:
     part = shaken(Prototypes())
     graphs = make(part)
@@ -274,6 +297,8 @@ class Lifted(Dropping):
         (Unknown(), "cumsum"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)), "momentum"),
         (nn.Sequential(nn.ConvTranspose2d(3, 4, 3)), "plain 2-D convolutions"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(3, 2)), "average pools with windows side by side"),
+        (nn.Sequential(nn.Conv2d(3, 4, 2), nn.AvgPool2d(2, ceil_mode=True)), "average pools with windows side by side"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(part: nn.Module, message: str) -> None:

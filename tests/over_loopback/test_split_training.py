@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ IMAGES = 12  # of each device
 SEED = 5
 SMOOTH = 1e-5  # relative; without ReLU nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-RATES = {"smooth-vgg": 0.001}  # it learns twelve images in two steps of more, and a loss of 0 has no relative error
+RATES = {"smooth-vgg": 1e-4}  # with more it learns twelve images in a few steps, and a loss of 0 has no relative error
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ def follow(unsplit: Plain, steps: int, rate: float) -> list[float]:
     optimiser = torch.optim.SGD(unsplit.model.parameters(), rate, rule.momentum, weight_decay=rule.weight_decay)
     for epoch in range(1, steps + 1):
         inputs, y = unsplit.batch(epoch)
-        loss = torch.nn.functional.cross_entropy(unsplit.model(*inputs), y)
+        kind = next(unsplit.model.parameters()).dtype
+        given = [each.to(kind) if each.is_floating_point() else each for each in inputs]
+        loss = torch.nn.functional.cross_entropy(unsplit.model(*given), y)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -168,25 +170,31 @@ def test_split_equals_unsplit_over_twenty_steps(package: Path, tmp_path: Path, f
 
 
 def equals_unsplit(deployment: Deployment, cut: int, steps: int) -> None:
-    """Losses of every step, and all weights and statistics after the last one."""
+    """Losses of every step, and all weights and statistics after the last one: to 1e-5, or where float32 has lost more
+    than that by itself (a loss near 0), no further from float64 than twice what torch's own float32 is."""
     rate = RATES.get(deployment.front, 0.02)
     options = ("--epochs", steps, "--batch", IMAGES, "--cuts", cut, "--learning-rate", rate)
     train(deployment, "sequential_split", *options)
-    unsplit = plain(deployment)
-    losses = follow(unsplit, steps, rate)
-    found = [line["loss"] for line in deployment.metrics() if "epoch" in line]
-    assert np.allclose(found, losses, rtol=SMOOTH, atol=0), (found, losses)
-    trained = weights(deployment)
-    own = unsplit.model.state_dict()
-    names = {name.removeprefix("model.").removeprefix("model.") for name in own}
-    values = dict(named(unsplit.model)) | {
-        name.removeprefix("model."): value for name, value in own.items() if "running_" in name
-    }
-    apart = {
-        name: distance(trained[name], each.detach().numpy()) for name, each in values.items() if is_felt(name, names)
-    }
-    assert max(apart.values()) < SMOOTH, {name: value for name, value in apart.items() if value >= SMOOTH}
+    single = plain(deployment)
+    double = replace(single, model=copy.deepcopy(single.model).double())
+    losses, exact = (np.array(follow(each, steps, rate)) for each in (single, double))
+    found = np.array([line["loss"] for line in deployment.metrics() if "epoch" in line])
+    within = (np.abs(found - losses) <= SMOOTH * losses) | (np.abs(found - exact) <= 2 * np.abs(losses - exact))
+    assert within.all(), (found, losses, exact)
+    trained, names = weights(deployment), set(weights(deployment))
+    truth = {name: value.numpy() for name, value in published(double.model)}
+    for name, value in published(single.model):
+        theirs, ours = distance(value.numpy(), truth[name]), distance(trained[name], truth[name])
+        near = distance(trained[name], value.numpy())
+        assert near <= SMOOTH or ours <= 2 * theirs or not is_felt(name, names), (name, near, ours, theirs)
     assert losses[-1] < losses[0]
+
+
+def published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and running statistics by the names that are published."""
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            yield name.removeprefix("model.").removeprefix("model."), value.detach()
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,11 @@ def test_local_epochs_are_counted_in_epochs(model: Model) -> None:
     run = Drive(builder("fed_avg", of, replace(SETTINGS, epochs=5, local_epochs=2)), two(of))
     run.run()
     assert [record["epoch"] for record in run.records] == [2, 4, 5]
-    assert [(ask.parameters["epoch"], ask.parameters["epochs"]) for ask in run.asks] == [(1, 2), (3, 2), (5, 1)]
+    assert [(ask.parameters["epoch"], ask.parameters["epochs"]) for ask in run.asks if ask.kind == "local_round"] == [
+        (1, 2),
+        (3, 2),
+        (5, 1),
+    ]
 
 
 # -- cuts
@@ -215,12 +219,12 @@ def test_sequential_hands_the_part_on_layer_by_layer(model: Model) -> None:
     loads = [ask for ask in run.asks if ask.kind == "load_part"]
     assert loads[0].tensors["jetson"] == {}  # the package's own
     handed = loads[1].tensors["pi"]
-    upload = run.devices["jetson"]._model.state_dict()
-    assert all(np.array_equal(handed[key], upload[key]) for key in run.devices["jetson"]._names)
     original = of.module.state_dict()["blocks.1.mlp.fc1.weight"].numpy()
     assert not np.array_equal(handed["blocks.1.mlp.fc1.weight"], original)
-    last = run.devices["pi"]._model.state_dict()
-    assert all(np.array_equal(weights_of(strategy)[f"backend.{key}"], last[key]) for key in run.devices["pi"]._names)
+    for name in ("jetson", "pi"):  # all end with the finished model's part, each of its own depth
+        last = run.devices[name]._model.state_dict()
+        names = run.devices[name]._names
+        assert all(np.array_equal(weights_of(strategy)[f"backend.{key}"], last[key]) for key in names)
 
 
 def test_layers_that_were_on_a_device_start_without_momentum(model: Model) -> None:
@@ -359,7 +363,7 @@ def test_a_device_without_images_is_passed_over(name: str, model: Model) -> None
     of = model()
     run = Drive(builder(name, of, SETTINGS), two(of) | {"nano": device("nano", of, 0)})
     strategy = run.run()
-    assert run.devices["nano"].asked == ["load_part"]
+    assert run.devices["nano"].asked == ["load_part", "load_part"]  # it can predict with what the others trained
     assert run.records[-1]["samples"] == 39
     without = Drive(builder(name, of, SETTINGS), two(of))
     assert_same(weights_of(strategy), weights_of(without.run()))
@@ -369,7 +373,7 @@ def test_federated_averaging_passes_over_a_device_without_images(model: Model) -
     of = model(whole=True)
     run = Drive(builder("fed_avg", of, SETTINGS), two(of) | {"nano": device("nano", of, 0)})
     run.run()
-    assert run.devices["nano"].asked == ["local_round"]
+    assert run.devices["nano"].asked == ["local_round", "load_part"]
     assert run.records[-1]["samples"] == 39
 
 
@@ -559,7 +563,7 @@ def test_se_02_a_quorum_goes_on_without_a_late_device(model: Model) -> None:
     run = Drive(builder("fed_avg", of, replace(SETTINGS, quorum=1)), two(of))
     run.change = lambda ask, device, reply: None if device == "pi" and not run.records else reply
     found = weights_of(run.run())
-    assert [ask.quorum for ask in run.asks] == [1, 1]
+    assert [ask.quorum for ask in run.asks] == [1, 1, 1]  # two rounds, and handing out what came of them
     assert run.asks[0].name != run.asks[1].name
     assert [record["samples"] for record in run.records] == [24, 39]
     first = Drive(builder("fed_avg", of, replace(SETTINGS, epochs=1)), {"jetson": two(of)["jetson"]})
@@ -600,8 +604,7 @@ def test_federated_averaging_needs_the_packages_classes(model: Model) -> None:
 @pytest.mark.parametrize("name", sorted(name for name, holds in HOLDS.items() if holds != "frontend"))
 def test_every_strategy_of_the_folder_says_its_label_modes(name: str) -> None:
     modes = strategies.find(name).LABEL_MODES
-    assert "permuted-label" in modes
-    assert set(modes) <= set(MODES)
+    assert modes and set(modes) <= set(MODES)
 
 
 def test_devices_in_another_order_give_the_same_weights(model: Model) -> None:

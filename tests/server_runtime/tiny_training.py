@@ -82,7 +82,9 @@ def _described(
     index: int, depth: int, shape: tuple[int, ...], names: list[str], buffers: list[str], loss: str
 ) -> TrainingCut:
     files = (f"forward-{index}.onnx", f"backward-{index}.onnx", f"evaluate-{index}.onnx")
-    return TrainingCut(index, depth, f"layer {index}", *files, shape, shape, None, None, tuple(names), (), tuple(buffers), 0, 0, loss)
+    return TrainingCut(
+        index, depth, f"layer {index}", *files, shape, shape, None, None, tuple(names), (), tuple(buffers), 0, 0, loss
+    )
 
 
 def write_folder(
@@ -168,10 +170,14 @@ class Device:
 
     def _load_part(self) -> Settled:
         cut = self._numbers["cut"]
+        known = self._shipped.plan.cut(cut)
+        if known is not None and known.loss != "none":  # the finished whole model, to predict with
+            assert set(self._tensors) == {*known.trainable, *known.buffers}
+            self.finished = dict(self._tensors)
+            return Settled(self._ask, len(self.ids))
         if not hasattr(self, "_model") or not self._tensors:
             self._model = copy.deepcopy(self._shipped.module)
         self._put(self._model, self._tensors)
-        known = self._shipped.plan.cut(cut)
         assert known is not None
         assert not self._tensors or set(self._tensors) == {*known.trainable, *known.buffers}
         self._names = (*known.trainable, *known.buffers)
