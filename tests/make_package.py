@@ -53,9 +53,8 @@ def main(root: Path) -> None:
         "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
     )  # fmt: skip
     for name, words in TRAINING.items():
-        run(
-            "exporter.cli", *words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name,
-        )  # fmt: skip
+        run("exporter.cli", *words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
+    run("tests.make_modules", root / "modules")
 
 
 def draw_folder(folder: Path, label: int, count: int, rng: np.random.Generator) -> None:
