@@ -86,14 +86,16 @@ class TorchTrainer:
         if keep is not None:
             raise EngineError("the torch engine knows no parts that leave out patches", "use --engine onnxruntime")
         self.discard()
-        torch._foreach_copy_(self._before, self._statistics)
+        if self._statistics:  # a part without norms has none
+            torch._foreach_copy_(self._before, self._statistics)
         try:
             z = self._part(torch.from_numpy(x).to(self._device))
         except ValueError as error:  # torch's refusal of one value per channel
             raise TrainingError(f"{error}; nothing was changed", "use batches of two or more") from error
         finally:
-            torch._foreach_copy_(self._after, self._statistics)
-            torch._foreach_copy_(self._statistics, self._before)
+            if self._statistics:
+                torch._foreach_copy_(self._after, self._statistics)
+                torch._foreach_copy_(self._statistics, self._before)
         if self.cut.loss == "none":
             self._output = z
             return Forward(_array(z), None)
@@ -128,7 +130,8 @@ class TorchTrainer:
         for group in self._optimiser.param_groups:
             group["lr"] = learning_rate
         self._optimiser.step()
-        torch._foreach_copy_(self._statistics, self._after)
+        if self._statistics:  # a part without norms has none
+            torch._foreach_copy_(self._statistics, self._after)
         self._steps += 1
         self.discard()
         return StepFacts(norm, self._steps)
