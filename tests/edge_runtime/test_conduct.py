@@ -241,7 +241,7 @@ def test_asked_again_after_a_lost_connection_the_answer_is_the_same(
     again.run(lambda: len(again.server.gradients) == 1)
     first, second, third = *line.server.gradients, again.server.gradients[0]
     assert (first.gradient == second.gradient).all() and (first.gradient == third.gradient).all()
-    head = again.equipment.keeper.head_of("run-1")
+    head = again.equipment.head_of("run-1")
     assert head is not None and head.step == 1  # taken in once
     again.close()
 
