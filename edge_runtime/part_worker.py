@@ -87,7 +87,8 @@ class PartWorker:
         if trainer is None:
             raise ConfigError(
                 f"this device has no trained part{'' if run is None else f' of run {run}'}",
-                "predict with the --state that took part in the training",
+                "run edge-run without --infer until it is done, with this --state; if it was trained in another run, "
+                "let the server go on with that one: server-run --run ID",
             )
         self._stages.begin("predict")  # ended by the caller, when it has all scores
         return trainer

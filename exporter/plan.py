@@ -70,7 +70,7 @@ class TrainingChoices:
             0 <= augment.brightness < 1, f"brightness must be 0 or more and less than 1, found {augment.brightness}"
         )
         share = self.keep_patches
-        _require(share is None or 0 < share <= 1, f"keep-patches must lie in 0..1, found {share}")
+        _require(share is None or 0 < share <= 1, f"keep-patches must be more than 0 and at most 1, found {share}")
         self._check_release(holds)
 
     @property

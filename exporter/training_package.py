@@ -100,6 +100,12 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         cuts = check_cuts(chosen.cuts or (default_cut(facts.depth),), facts.depth)
         parts = [Part(family.cut(model, k)[0], k, facts.depth, facts.layers[k - 1], "none") for k in cuts]
         chosen = replace(chosen, cuts=cuts)
+    if chosen.augment.crop_padding >= min(facts.input_shape[1:]):
+        raise UsageError(
+            f"--augment crop={chosen.augment.crop_padding} can push a picture of {facts.input_shape[1]}x"
+            f"{facts.input_shape[2]} out of view",
+            "choose a few pixels, such as crop=4",
+        )
     plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
     _check_freeze(chosen.freeze, parts)
     finished = _finish(parts, facts.input_shape, chosen, _kept(facts, chosen.keep_patches))
@@ -184,8 +190,10 @@ def _check_freeze(freeze: Sequence[str], parts: Sequence[Part]) -> None:
     """Raises UsageError for a beginning that no parameter has, and for a part that would be frozen whole."""
     known = {name for part in parts for name, _ in part.module.named_parameters()}
     for beginning in freeze:
+        if not beginning:
+            raise UsageError("--freeze has an empty name, which every name begins with", "leave it out")
         if not any(name.startswith(beginning) for name in known):
-            modules = {name.rpartition(".")[0] for name in known}
+            modules = {name.rpartition(".")[0] or name for name in known}
             raise UsageError(
                 f"--freeze {beginning!r} is the beginning of no parameter on the device{suggest(beginning, modules)}",
                 f"write for example --freeze {min(modules)}.",

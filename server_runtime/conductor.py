@@ -31,7 +31,7 @@ from . import pipe
 from .pipe import PipeFrame
 from .site_run import Journal, Pending, Request, SiteRun, positions_of
 from .store import Upload
-from .strategies import Ask, Metric, Progress, Record, Reply, Site, State
+from .strategies import Ask, HandsOver, Metric, Progress, Record, Reply, Site, State
 
 COLLECTED, DONE, FAILED = "collected", "done", "failed"  # why a device is let go
 JOURNALLED = frozenset(("score_batch", "head_step"))  # answers that a restarted server does not ask for again
@@ -143,9 +143,22 @@ class Conductor:
         elif site.failure is not None:  # a device that came to predict would wait for ever
             self._say_bye(site, device, FAILED)
         elif purpose == "adapt" and site.over:
-            self._say_bye(site, device, DONE)
+            if not self._hand_over(site, device):
+                self._say_bye(site, device, DONE)
         elif purpose == "adapt" and self._needs_features_only:
             self._say_bye(site, device, COLLECTED)
+
+    def _hand_over(self, site: SiteRun, device: str) -> bool:
+        """Give a device what was trained without it; False where the strategy has nothing for it."""
+        question = site.strategy.last_part(device) if site.ended and isinstance(site.strategy, HandsOver) else None
+        if question is None:
+            return False
+        name = f"{self._rules.run}.{question.name}"
+        site.late[device] = name
+        parameters = _parameters(site, question, device)
+        tensors = dict(question.tensors[device])
+        self._send(site, device, AskMessage(name, question.kind, parameters, self._rules.idle_progress_s, tensors))
+        return True
 
     @property
     def _needs_features_only(self) -> bool:
@@ -179,6 +192,10 @@ class Conductor:
 
     def _take_reply(self, site: SiteRun, device: str, reply: Gradient | Settled | Activations | Update) -> None:
         """Whatever answers another question than the one that is open came too late and is dropped."""
+        if site.late.get(device) == reply.ask:
+            del site.late[device]
+            self._say_bye(site, device, DONE)
+            return
         pending = site.pending
         if pending and reply.ask == pending.id and device in pending.missing:
             if isinstance(reply, Gradient) and pending.ask.kind in JOURNALLED:
@@ -367,7 +384,9 @@ class Conductor:
             return site.status
         reasons = []
         for device in pending.missing:
-            if self._present.get(device) != "adapt":
+            if self._present.get(device) == "infer":
+                reasons.append(f"{device} came to predict and is needed to train: run edge-run without --infer first")
+            elif self._present.get(device) != "adapt":
                 reasons.append(f"{device} is not connected")
             elif self._clock() - pending.progress_s[device] > self._rules.idle_progress_s:
                 reasons.append(f"{device} has made no progress for {self._rules.idle_progress_s:.0f} s")

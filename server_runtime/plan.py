@@ -128,6 +128,14 @@ class Plan:
                 f"export the model for {self.strategy}, or choose another --strategy",
             )
         default, own = parse_cuts(self.cuts)
+        if needed != "parts" and self.cuts:
+            raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
+        if self.quorum and self.strategy != "fed_avg":
+            raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
+        if self.local_epochs > 1 and self.strategy != "fed_avg":
+            raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
+        if self.quorum > len(devices):
+            raise _wrong("quorum", f"at most the {len(devices)} enrolled devices", self.quorum)
         if training is None or needed != "parts":
             return
         for device in own:

@@ -70,6 +70,7 @@ class SiteRun:
     failure: TrainingError | None = None
     last_record: dict[str, Metric] = field(default_factory=dict)
     kept_s: float = float("-inf")  # when the last checkpoint was kept
+    late: dict[str, str] = field(default_factory=dict)  # device -> the question that hands it what was trained
     status: str = "waiting for devices"
     told: str = ""  # the status that was sent last
     # In order of coming; the activations, where the batch did not go to the store.

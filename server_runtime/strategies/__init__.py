@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -149,6 +149,15 @@ class PartStrategy(Protocol):
 
     def predict_part(self, device: str, values: np.ndarray) -> np.ndarray:
         """Values (B,n) f32 or f16 of a device's part -> logits (B,C) f32; in client-head mode features (B,f) f32."""
+        ...
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """A strategy that goes on without devices, and has something for one that comes back when all is over."""
+
+    def last_part(self, device: str) -> Ask:
+        """The question that leaves what was trained on the device; no replies are handed in."""
         ...
 
 

@@ -15,7 +15,7 @@ from contract.messages import Update
 from ..aggregation import average
 from ..split_model import Shipped
 from ..split_rounds import Rounds, Talk, answer
-from . import Conduct, Settings, Site, State
+from . import Ask, Conduct, Settings, Site, State
 
 LABEL_MODES = ("raw-label",)  # no label travels, but an output stands for the class itself, and its bias shows
 
@@ -91,6 +91,13 @@ class FedAvg:
         """Go on where `state` was taken."""
         self._rounds = self._start(site)
         self._rounds.load_state(state)
+
+    def last_part(self, device: str) -> Ask:
+        """W for a device that was away when it was handed out."""
+        assert self._rounds is not None
+        link = self._rounds.links[device]
+        numbers = {"cut": link.cut.index, "step": self._rounds.epoch}
+        return Ask(f"last-{device}", "load_part", {device: self._rounds.w.part(link.cut)}, numbers)
 
     def predict_part(self, device: str, values: np.ndarray) -> np.ndarray:
         """Logits (B,C) of the device's part, which is the whole model: these are they."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from contract.errors import TrainingError
+from contract.messages import Activations, Bye, Checkpoints, Gradient, Message, Scores, Settled
 from contract.messages import Ask as AskMessage
-from contract.messages import Bye, Checkpoints, Gradient, Message, Scores
 from server_runtime import pipe
 from server_runtime.conductor import Conducting, Conductor
 from server_runtime.pipe import PipeFrame
@@ -160,6 +160,61 @@ def test_each_device_is_asked_once_it_is_there_and_let_go_once_it_has_answered()
     assert site.ended
     assert sorted(site.strategy.seen[0]) == ["a", "b"]  # type: ignore[attr-defined]
     assert [frame.kind for frame in memory.frames if frame.kind == pipe.ENDED] == [pipe.ENDED]
+
+
+class Forward(Scripted):
+    """Trains with the devices, and has something for those that come when all is over."""
+
+    def run(self, site: Site) -> Conduct:
+        numbers = {"batch": 0, "epoch": 1, "place": 0, "size": 2, "seed": 0, "rate": 0.1}
+        self.seen.append((yield Ask("forward-1", "forward", {d: {} for d in site.devices}, numbers)))
+
+    def last_part(self, device: str) -> Ask:
+        weights = {"w": np.ones(2, np.float32)}
+        return Ask(f"last-{device}", "load_part", {device: weights}, {"cut": 2, "step": 7})
+
+
+def activations(ask: str) -> Activations:
+    return Activations(ask, 0, 2, "train", np.ones((2, 3), np.float32), None)
+
+
+def reply(conductor: Conductor, device: str, message: Message) -> None:
+    conductor.feed(pipe.carry("clinic", device, message))
+
+
+def test_a_device_that_comes_back_after_the_end_is_given_what_was_trained() -> None:
+    site = clinic(Forward(), "a", "b")
+    conductor, memory = conduct(site)
+    for device in ("a", "b"):
+        conductor.feed(join(device))
+        reply(conductor, device, activations("run.forward-1"))
+    finish(conductor)
+    assert site.ended
+    memory.taken()
+    conductor.feed(PipeFrame(pipe.LEFT, "clinic", "b"))
+    conductor.feed(join("b"))
+    ((device, ask),) = memory.taken()
+    assert (device, ask.kind, ask.parameters) == ("b", "load_part", {"cut": 2, "step": 7, "after": 0, "base": 0})
+    reply(conductor, "b", Settled("run.last-a", 3))  # another question's
+    assert memory.taken() == []
+    reply(conductor, "b", Settled("run.last-b", 3))
+    assert [(device, message.reason) for device, message in memory.taken()] == [("b", "done")]
+
+
+def test_a_device_that_comes_to_predict_in_the_midst_of_training_is_told_what_to_do() -> None:
+    conductor, memory = conduct(clinic(Forward(), "a"))
+    conductor.feed(join("a", "infer"))
+    conductor.work()
+    assert "run edge-run without --infer first" in memory.statuses()[-1]
+
+
+def test_an_answer_to_a_question_that_is_closed_is_dropped() -> None:
+    site = clinic(Forward(), "a", "b")
+    conductor, _ = conduct(site)
+    conductor.feed(join("a"))
+    reply(conductor, "a", activations("run.forward-0"))
+    reply(conductor, "c", activations("run.forward-1"))  # not asked
+    assert site.pending is not None and site.pending.replies == {}
 
 
 def test_se_02_a_missing_device_pauses_the_site_with_a_reason_and_may_come_back() -> None:
