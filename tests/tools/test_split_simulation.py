@@ -37,11 +37,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> SplitWorld:
-    root = tmp_path_factory.mktemp("split")
-    world = quick_split_world(root, CUT)
-    for strategy in ("sequential_split", "fed_avg"):
-        export_part_package(world, "resnet18", strategy)
-    return world
+    """Its packages are exported when they are first needed."""
+    return quick_split_world(tmp_path_factory.mktemp("split"), CUT)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +56,9 @@ def found(world: SplitWorld) -> Callable[[str, str], SplitFound]:
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=[] if each == "parallel_split" else pytest.mark.slow) for each in STRATEGIES]
+)
 def test_both_engines_tell_the_same_story(found: Callable[[str, str], SplitFound], strategy: str) -> None:
     ours, real = (found(strategy, engine) for engine in ("torch", "onnxruntime"))
     assert [each.epoch for each in ours.curve] == [each.epoch for each in real.curve] == [1, 2]
@@ -75,6 +74,7 @@ def test_both_engines_tell_the_same_story(found: Callable[[str, str], SplitFound
     assert ours.curve[1].loss < ours.curve[0].loss
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_what_the_last_device_predicts_with(found: Callable[[str, str], SplitFound]) -> None:
     """Sequential training leaves its last device with W's own part: two paths to one figure."""
     for strategy in ("sequential_split", "centralised"):
@@ -90,7 +90,7 @@ Pair = tuple[Trainer, TorchTrainer]
 @pytest.fixture
 def pair(world: SplitWorld) -> Callable[..., Pair]:
     def make(strategy: str, rule: OptimiserRule) -> Pair:
-        front = world.package("resnet18", strategy)
+        front = export_part_package(world, "resnet18", strategy)
         folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
         shipped = split_model.load(folder, CPU)  # type: ignore[arg-type]
         (cut,) = shipped.plan.cuts
@@ -115,7 +115,7 @@ def train(trainer: Trainer | TorchTrainer, steps: range) -> None:
         trainer.step(1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["sequential_split", "fed_avg"])
+@pytest.mark.parametrize("strategy", ["sequential_split", pytest.param("fed_avg", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", [OptimiserRule(), OptimiserRule(momentum=0.0), OptimiserRule("adamw", 0.0, 0.01)])
 def test_steps_are_the_devices_own(pair: Callable[..., Pair], strategy: str, rule: OptimiserRule) -> None:
     real, ours = pair(strategy, rule)
