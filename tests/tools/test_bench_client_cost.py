@@ -36,6 +36,7 @@ def document() -> dict[str, Any]:
     return measured
 
 
+@pytest.mark.slow
 def test_every_client_is_measured_in_a_process_without_torch(document: dict[str, Any]) -> None:
     assert (document["kind"], document["images"], document["classes"]) == ("bench-client-cost", 10, 2)
     assert [row["method"] for row in document["rows"]] == ["sa", "split_learning", "offsite_tuning"]

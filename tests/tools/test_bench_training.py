@@ -19,6 +19,7 @@ from tools import bench_training
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_part_is_measured_beside_torch_in_both_precisions() -> None:
     words = ["--module", "vgg16_bn_10", "--turns", "1", "--steps", "1", "--format", "json"]
     command = [sys.executable, "-m", "tools.bench_training", *words]

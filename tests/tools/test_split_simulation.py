@@ -44,7 +44,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> SplitWorld:
 @pytest.fixture(scope="module")
 def found(world: SplitWorld) -> Callable[[str, str], SplitFound]:
     """A strategy's figures on an engine, computed once."""
-    # At a higher rate training is chaotic: a ReLU input that rounds to another side of 0 is a loss of 3e-3 an epoch on.
     rates, known = SplitRates(2, 16, 0.01), dict[tuple[str, str], SplitFound]()
     laboratories = {engine: SplitLaboratory(world, engine, rates, 2) for engine in ("torch", "onnxruntime")}
 
