@@ -29,7 +29,7 @@ IMAGES = 12  # of each device
 SEED = 5
 SMOOTH = 1e-5  # relative; without ReLU nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-RATES = {"smooth-vgg": 1e-4}  # with more it learns twelve images in a few steps, and a loss of 0 has no relative error
+RATES = {"smooth-vgg": 3e-5}  # with more it learns twelve images in a few steps: a loss of 0 has no relative error
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def test_a_site_trains_its_parts_and_predicts(
 @pytest.mark.parametrize("mode", [pytest.param("raw-label", marks=pytest.mark.slow), "client-head"])
 def test_killed_devices_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
     calm, killed = (Deployment(package, tmp_path / name, front="parts") for name in ("undisturbed", "killed"))
-    options = ("--epochs", 40, "--batch", 2, "--learning-rate", 0.02)
+    options = ("--epochs", 100, "--batch", 2, "--learning-rate", 0.02)
     for each in (calm, killed):
         each.root.mkdir()
     train(calm, "sequential_split", *options, mode=mode)
