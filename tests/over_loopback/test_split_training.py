@@ -29,8 +29,8 @@ IMAGES = 12  # of each device
 SEED = 5
 SMOOTH = 1e-5  # relative; without ReLU nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-# With more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error; with less at cut 8, the bias of
-# the first BatchNorm, which begins at 0 and is nothing but the sum of twenty small steps, is 3.5e-5 off (torch's 1.1e-5).
+# With more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error; with less at cut 8, the bias
+# of the first BatchNorm, which begins at 0 and is but the sum of twenty small steps, is 3.5e-5 off (torch's 1.1e-5).
 RATES = {("smooth-vgg", 4): 3e-5, ("smooth-vgg", 8): 1e-4}
 
 
@@ -174,7 +174,8 @@ def test_split_equals_unsplit_over_twenty_steps(package: Path, tmp_path: Path, f
 def equals_unsplit(deployment: Deployment, cut: int, steps: int) -> None:
     """Losses of every step, and all weights and statistics after the last one: to 1e-5, or where float32 has lost more
     than that by itself (a loss near 0), no further from float64 than twice what torch's own float32 is."""
-    rate = RATES.get((deployment.front, cut), 3e-5 if deployment.front == "smooth-vgg" else 0.02)
+    usual = 3e-5 if deployment.front == "smooth-vgg" else 0.02
+    rate = RATES.get((deployment.front, cut), usual)
     options = ("--epochs", steps, "--batch", IMAGES, "--cuts", cut, "--learning-rate", rate)
     train(deployment, "sequential_split", *options)
     single = plain(deployment)
