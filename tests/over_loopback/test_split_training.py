@@ -29,8 +29,8 @@ IMAGES = 12  # of each device
 SEED = 5
 SMOOTH = 1e-5  # relative; without ReLU nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-# With more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error. With less at cut 8 the first
-# BatchNorm's bias, which begins at 0 and is but the sum of twenty small steps, is 3.5e-5 off (torch's 1.1e-5).
+# With more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error. With less at cut 8 the
+# first BatchNorm's bias, which begins at 0 and is but the sum of twenty small steps, is 3.5e-5 off (torch's 1.1e-5).
 RATES = {("smooth-vgg", 4): 3e-5, ("smooth-vgg", 8): 1e-4}
 
 
