@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import subprocess
 from dataclasses import replace
@@ -76,13 +75,3 @@ def stored_samples(root: Path) -> dict[str, list[bytes]]:
                 with safe_open(state.parent / file, framework="numpy") as stream:
                     found.setdefault(device, []).extend(row.tobytes() for row in stream.get_tensor("sample_ids"))
     return {device: sorted(ids) for device, ids in found.items()}
-
-
-def copy_secrets(source: Path, target: Path) -> None:
-    """Noise is keyed by each device's own secret: equal adaptations need equal secrets."""
-    for device in DEVICES:
-        identity = target / "state" / device / "identity"
-        identity.mkdir(parents=True, mode=0o700, exist_ok=True)
-        secret = identity / "device_secret"
-        secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
-        os.chmod(secret, 0o600)

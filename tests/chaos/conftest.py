@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.adaptation import adapt, copy_secrets
+from tests.chaos.adaptation import adapt
 from tests.chaos.limits import write_command
 from tests.over_loopback import deployment as deployments
 from tests.over_loopback.conftest import package
-from tests.over_loopback.deployment import Deployment
+from tests.over_loopback.deployment import Deployment, copy_secrets
 
 __all__ = ["package"]
 

@@ -98,7 +98,7 @@ def copy_secrets(source: Path, target: Path) -> None:
     """Noise and the order of training are keyed by each device's own secret: equal runs need equal secrets."""
     for device in DEVICES:
         identity = target / "state" / device / "identity"
-        identity.mkdir(parents=True, mode=0o700)
+        identity.mkdir(parents=True, mode=0o700, exist_ok=True)
         secret = identity / "device_secret"
         secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
         secret.chmod(0o600)
