@@ -211,7 +211,8 @@ class Conductor:
             return
         # What it did since it settled is in its memory only. But where it settled it could go on from: going back would
         # not help, nor ever end.
-        begins = not _parameters(site, pending.ask, device).get("batch")
+        parameters = _parameters(site, pending.ask, device)
+        begins = pending.ask.kind != "batch_loss" and not parameters.get("batch")  # a loss is of a batch in memory
         if begins and site.positions.get(device, 0) in held.steps:
             cause = f"{device} refuses the step after {site.positions.get(device, 0)}, which it holds"
             self._fail(site, TrainingError(cause, "update the device's software"))

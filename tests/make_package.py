@@ -25,6 +25,7 @@ _SMALL = ("--model-arg", "small_images=True")
 _CNN = ("--model", "resnet18", *_SMALL, "--model-arg", "channels=(8,8,12,16)", "--model-arg", "layers=(1,1,1,1)")
 _VGG = ("--model", "vgg11_bn", *_SMALL)
 _SMOOTH = ("--model-arg", "act_layer=silu")
+_NO_MAXIMA = ("--model-arg", "average_pools=True")
 TRAINING = {  # packages whose parts are trained on the devices
     "parts": (*_VIT, "--for", "sequential_split", "--cuts", "1,2", "--augment", "crop=2,flip"),
     "whole": (*_VIT, "--for", "fed_avg", "--release-whole-model", "--classes", len(PRIVATE_CLASSES)),
@@ -32,7 +33,7 @@ TRAINING = {  # packages whose parts are trained on the devices
     "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "2,4"),
     "smooth-cnn": (*_CNN, *_SMOOTH, "--for", "sequential_split", "--cuts", "2,4"),
     "vgg": (*_VGG, "--for", "sequential_split", "--cuts", "4,8"),
-    "smooth-vgg": (*_VGG, *_SMOOTH, "--for", "sequential_split", "--cuts", "4,8"),
+    "smooth-vgg": (*_VGG, *_SMOOTH, *_NO_MAXIMA, "--for", "sequential_split", "--cuts", "4,8"),
 }
 
 

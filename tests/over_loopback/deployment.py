@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.make_package import DEVICES
 
@@ -97,18 +100,29 @@ class Deployment:
 def copy_secrets(source: Path, target: Path) -> None:
     """Noise and the order of training are keyed by each device's own secret: equal runs need equal secrets."""
     for device in DEVICES:
-        identity = target / "state" / device / "identity"
-        identity.mkdir(parents=True, mode=0o700, exist_ok=True)
-        secret = identity / "device_secret"
-        secret.write_bytes((source / "state" / device / "identity" / "device_secret").read_bytes())
-        secret.chmod(0o600)
+        _write_secret(target, device, (source / "state" / device / "identity" / "device_secret").read_bytes())
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Watch a condition that another process brings about; fails after DEADLINE_S."""
+def fix_secrets(root: Path) -> None:
+    """Secrets that are the same in every run of a test, so that what it learns is too."""
+    for device in DEVICES:
+        _write_secret(root, device, hashlib.sha256(device.encode()).digest())
+
+
+def _write_secret(root: Path, device: str, content: bytes) -> None:
+    identity = root / "state" / device / "identity"
+    identity.mkdir(parents=True, mode=0o700, exist_ok=True)
+    secret = identity / "device_secret"
+    secret.write_bytes(content)
+    secret.chmod(0o600)
+
+
+def wait_until(holds: Callable[[], bool], what: str, log: Path | None = None) -> None:
+    """Watch a condition that another process brings about; fails after DEADLINE_S, with what that process logged."""
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {DEADLINE_S:g} s for {what}\n{log.read_text()[-4000:] if log else ''}")
         time.sleep(0.01)
 
 

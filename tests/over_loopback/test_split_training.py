@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,16 @@ from safetensors.numpy import load_file
 
 from contract import manifest, training
 from tests.make_package import DEVICES, PRIVATE_CLASSES, TRAINING, run
-from tests.over_loopback.deployment import BIN, Deployment, copy_secrets, stop, wait_until
+from tests.over_loopback.deployment import BIN, Deployment, copy_secrets, fix_secrets, stop, wait_until
 
 torch = pytest.importorskip("torch", reason="the server needs torch")
 
 DEVICE_BINS = [BIN, *(Path(python).parent for python in os.environ.get("CUTLAYER_TEST_DEVICE_PYTHONS", "").split())]
 IMAGES = 12  # of each device
 SEED = 5
-SMOOTH = 1e-5  # relative; without ReLU nothing can jump
+SMOOTH = 1e-5  # relative; without ReLU and max-pools nothing can jump
 FLIP = 1e-6  # so near to 0, float32 may see another side than float64
-# With more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error. With less at cut 8 the
-# first BatchNorm's bias, which begins at 0 and is but the sum of twenty small steps, is 3.5e-5 off (torch's 1.1e-5).
-RATES = {("smooth-vgg", 4): 3e-5, ("smooth-vgg", 8): 1e-4}
+RATES = {"smooth-vgg": 3e-4}  # with more, VGG learns twelve images in a few steps, and a loss of 0 has no relative error
 
 
 @dataclass(frozen=True)
@@ -148,13 +146,12 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 def follow(unsplit: Plain, steps: int, rate: float) -> list[float]:
     """Train the unsplit model; the loss of every step."""
-    rule, losses = unsplit.rule, []
+    rule = unsplit.rule
+    losses = []
     optimiser = torch.optim.SGD(unsplit.model.parameters(), rate, rule.momentum, weight_decay=rule.weight_decay)
     for epoch in range(1, steps + 1):
         inputs, y = unsplit.batch(epoch)
-        kind = next(unsplit.model.parameters()).dtype
-        given = [each.to(kind) if each.is_floating_point() else each for each in inputs]
-        loss = torch.nn.functional.cross_entropy(unsplit.model(*given), y)
+        loss = torch.nn.functional.cross_entropy(unsplit.model(*inputs), y)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -162,7 +159,8 @@ def follow(unsplit: Plain, steps: int, rate: float) -> list[float]:
     return losses
 
 
-CUTS = [("parts", 1), ("parts", 2), ("masked", 1), pytest.param("masked", 2, marks=pytest.mark.slow)]
+slow = pytest.mark.slow
+CUTS = [("parts", 1), ("parts", 2), ("masked", 1), pytest.param("masked", 2, marks=slow)]
 CUTS += [("smooth-cnn", 2), ("smooth-cnn", 4), ("smooth-vgg", 4), ("smooth-vgg", 8)]
 
 
@@ -172,28 +170,19 @@ def test_split_equals_unsplit_over_twenty_steps(package: Path, tmp_path: Path, f
 
 
 def equals_unsplit(deployment: Deployment, cut: int, steps: int) -> None:
-    """Losses of every step, and all weights and statistics after the last one: to 1e-5, or where float32 has lost more
-    than that by itself (a loss near 0), no further from float64 than twice what torch's own float32 is."""
-    usual = 3e-5 if deployment.front == "smooth-vgg" else 0.02
-    rate = RATES.get((deployment.front, cut), usual)
+    """Losses of every step, and all weights and statistics after the last one."""
+    rate = RATES.get(deployment.front, 0.02)
     options = ("--epochs", steps, "--batch", IMAGES, "--cuts", cut, "--learning-rate", rate)
     train(deployment, "sequential_split", *options)
     single = plain(deployment)
-    double = replace(single, model=copy.deepcopy(single.model).double())
-    losses = np.array(follow(single, steps, rate))
-    found = np.array([line["loss"] for line in deployment.metrics() if "epoch" in line])
-    trained, names = weights(deployment), set(weights(deployment))
-    apart = {name: distance(trained[name], value.numpy()) for name, value in published(single.model)}
-    far = [name for name, value in apart.items() if value > SMOOTH and is_felt(name, names)]
+    losses = follow(single, steps, rate)
+    found = [line["loss"] for line in deployment.metrics() if "epoch" in line]
     assert losses[-1] < losses[0]
-    if far or (np.abs(found - losses) > SMOOTH * losses).any():
-        exact = np.array(follow(double, steps, rate))
-        within = (np.abs(found - losses) <= SMOOTH * losses) | (np.abs(found - exact) <= 2 * np.abs(losses - exact))
-        assert within.all(), (found, losses, exact)
-        mine, truth = (dict(published(each.model)) for each in (single, double))
-        for name in far:
-            ours, theirs = (distance(each, truth[name].numpy()) for each in (trained[name], mine[name].numpy()))
-            assert ours <= 2 * theirs, (name, apart[name], ours, theirs)
+    assert found == pytest.approx(losses, rel=SMOOTH)
+    trained = weights(deployment)
+    for name, value in published(single.model):
+        apart = distance(trained[name], value.numpy())
+        assert apart <= SMOOTH or not is_felt(name, trained.keys()), (name, apart)
 
 
 def published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -204,7 +193,7 @@ def published(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("raw-label", marks=pytest.mark.slow), "permuted-label", "logit-gradient"]
+    "mode", [pytest.param("raw-label", marks=slow), "permuted-label", "logit-gradient"]
 )
 def test_every_gradient_of_a_step_is_the_unsplit_models(package: Path, tmp_path: Path, mode: str) -> None:
     deployment = alone(package, tmp_path, "parts")
@@ -221,9 +210,9 @@ def test_every_gradient_of_a_step_is_the_unsplit_models(package: Path, tmp_path:
 @pytest.mark.parametrize(
     ("front", "cut"),
     [
-        pytest.param("cnn", 2, marks=pytest.mark.slow),
+        pytest.param("cnn", 2, marks=slow),
         ("cnn", 4),
-        pytest.param("vgg", 4, marks=pytest.mark.slow),
+        pytest.param("vgg", 4, marks=slow),
         ("vgg", 8),
     ],
 )
@@ -273,7 +262,7 @@ def rounding_of(parameter: torch.nn.Parameter, gradient: np.ndarray) -> float:
     return 2.0**-23 * float(parameter.detach().abs().max() + np.abs(gradient).max())
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("front", "cuts"), [("smooth-cnn", range(1, 6)), ("smooth-vgg", range(1, 21))])
 def test_split_equals_unsplit_at_every_cut(package: Path, tmp_path: Path, front: str, cuts: range) -> None:
     words = [word for word in TRAINING[front] if word not in ("--cuts", "2,4", "4,8")]
@@ -318,22 +307,30 @@ def test_a_site_trains_its_parts_and_predicts(
     package: Path, tmp_path: Path, device_bin: Path, strategy: str, front: str, mode: str
 ) -> None:
     deployment = Deployment(package, tmp_path, device_bin=device_bin, front=front)
-    options = ("--epochs", 15, "--batch", 6, "--learning-rate", 0.02, "--label-mode", mode)
+    fix_secrets(tmp_path)
+    options = ("--epochs", 20, "--batch", 6, "--learning-rate", 0.005, "--seed", SEED, "--label-mode", mode)
     with deployment.server(*options, strategy=strategy):
         reports = deployment.run_devices("--label-mode", mode)
         answers = deployment.run_devices("--label-mode", mode, "--infer", data="test")
     assert [report["outcome"] for report in reports] == ["done", "done"]
     losses = [line["loss"] for line in deployment.metrics() if "epoch" in line]
-    assert len(losses) == 15 and losses[-1] < losses[0]
+    assert len(losses) == 20 and losses[-1] < losses[0]
     for answer in answers:
         assert len(answer["predictions"]) == answer["images"] == 5 * len(PRIVATE_CLASSES)
         assert answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("raw-label", marks=pytest.mark.slow), "client-head"])
-def test_killed_devices_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "deaths"),
+    [("client-head", 1), pytest.param("client-head", 10, marks=slow), pytest.param("raw-label", 10, marks=slow)],
+)
+def test_killed_devices_and_a_killed_server_change_nothing(
+    package: Path, tmp_path: Path, mode: str, deaths: int
+) -> None:
+    """Devices die within their turns, `deaths` times, then the server does. Where many die, one dies between two
+    settled steps, and each side holds the other's half of that step."""
     calm, killed = (Deployment(package, tmp_path / name, front="parts") for name in ("undisturbed", "killed"))
-    options = ("--epochs", 100, "--batch", 2, "--learning-rate", 0.02)
+    options = ("--epochs", 10 + 8 * deaths, "--batch", 2, "--learning-rate", 0.005)
     for each in (calm, killed):
         each.root.mkdir()
     train(calm, "sequential_split", *options, mode=mode)
@@ -343,25 +340,23 @@ def test_killed_devices_and_a_killed_server_change_nothing(package: Path, tmp_pa
     server = killed.start_server(*words, strategy="sequential_split")
     first, second = (killed.start_device(device, "--label-mode", mode) for device in DEVICES)
     log = killed.root / "server.log"
-    for _ in range(8):  # until it dies within its turn, between two settled steps
+    for _ in range(deaths):
         epoch = epochs_of(killed)
-        wait_until(lambda: epochs_of(killed) > epoch, "an epoch more")  # noqa: B023 - called at once
+        wait_until(lambda: epochs_of(killed) > epoch, "an epoch more", log)  # noqa: B023 - called at once
         held = newest_part(killed)
-        wait_until(lambda: newest_part(killed) != held, "the turn of the first device")  # noqa: B023
+        wait_until(lambda: newest_part(killed) != held, "the turn of the first device", log)  # noqa: B023
         stop(first, signal.SIGKILL)
         first = killed.start_device(DEVICES[0], "--label-mode", mode)
-        wait_until(lambda: newest_part(killed) != held or "both sides" in log.read_text(), "its return")  # noqa: B023
-        if "both sides hold" in log.read_text():
-            break
+        wait_until(lambda: newest_part(killed) != held, "its return", log)  # noqa: B023
     epoch = epochs_of(killed)
-    wait_until(lambda: epochs_of(killed) > epoch + 1, "two epochs more")
+    wait_until(lambda: epochs_of(killed) > epoch, "an epoch more", log)
     stop(server, signal.SIGKILL)
     server = killed.start_server(*words, strategy="sequential_split")
     for device, process in zip(DEVICES, (first, second), strict=True):
         killed.report_of(device, process)
-    assert server.wait(timeout=120) == 0, (killed.root / "server.log").read_text()
+    assert server.wait(timeout=120) == 0, log.read_text()
 
-    assert "both sides hold" in log.read_text()
+    assert deaths == 1 or "both sides hold" in log.read_text()
     assert killed.model() == calm.model() != {}
     assert [line.get("loss") for line in killed.metrics()] == [line.get("loss") for line in calm.metrics()]
 

@@ -422,6 +422,30 @@ def test_a_device_that_refuses_a_step_it_could_take_fails_its_site_instead_of_fo
     assert site.failure is not None and "refuses the step after 0" in site.failure.cause
 
 
+class Losing(Scripted):
+    """A step whose loss the device is asked for: of the first batch, which is in its memory only."""
+
+    def run(self, site: Site) -> Conduct:
+        yield Ask("load-0-1", "load_part", {d: {} for d in site.devices}, {"cut": 1}, step=1)
+        self.epoch = 1
+        yield Record({"epoch": 1})
+        values = {"values": np.zeros((1, 3), np.float32)}
+        yield Ask("batch-1-1", "batch_loss", {d: values for d in site.devices}, {"batch": 0})
+
+
+def test_a_device_that_died_with_the_first_batch_after_a_settled_step_begins_that_step_again() -> None:
+    site = clinic(Losing(), "a", classes=3)
+    conductor, memory = conduct(site, rules=replace(HEADS, trains_with_devices=True))
+    conductor.feed(join("a"))
+    finish(conductor)
+    conductor.feed(pipe.carry("clinic", "a", Settled("run.load-0-1", 4)))
+    finish(conductor)
+    assert site.pending is not None and site.pending.id == "run.batch-1-1"
+    conductor.feed(pipe.carry("clinic", "a", Checkpoints("run.batch-1-1", (0, 1))))
+    assert site.failure is None and site.conduct is not None
+    assert memory.rewound == [memory.kept[-1][1]] != [None]
+
+
 def test_positions_come_back_with_the_checkpoint() -> None:
     first = clinic(Moving(6), classes=3)
     conductor, memory = conduct(first, rules=HEADS, memory=Memory(uploads=UPLOADED))
