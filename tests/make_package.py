@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).parents[1]
+from exporter import cli
+from tests import make_modules
+
 SIDE_PX = 32
 MODEL = "vit_tiny_patch16_224"
 MODEL_ARGS = ("img_size=32", "patch_size=8", "embed_dim=48", "depth=3", "num_heads=3", "num_classes=4")
@@ -47,15 +49,16 @@ def main(root: Path) -> None:
             draw_folder(root / device / "test" / name, PUBLIC_CLASSES + place, 5, rng)
     (root / "classes.txt").write_text("\n".join(sorted(PRIVATE_CLASSES)) + "\n")
     devices = [word for device in DEVICES for word in ("--device", device)]
-    run("tools.make_keys", "-o", root / "keys", "--site", "site", *devices)
+    keys = [sys.executable, "-m", "tools.make_keys", "-o", str(root / "keys"), "--site", "site", *devices]
+    subprocess.run(keys, check=True)
     model_args = [word for each in MODEL_ARGS for word in ("--model-arg", each)]
-    run(
-        "exporter.cli", "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
+    export(
+        "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
         "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
     )  # fmt: skip
     for name, words in TRAINING.items():
-        run("exporter.cli", *words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
-    run("tests.make_modules", root / "modules")
+        export(*words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
+    make_modules.make(root / "modules")
 
 
 def draw_folder(folder: Path, label: int, count: int, rng: np.random.Generator) -> None:
@@ -75,8 +78,11 @@ def stripes(label: int, rng: np.random.Generator) -> np.ndarray:
     return (255 * noisy.clip(0, 1)).astype(np.uint8)
 
 
-def run(module: str, *words: object) -> None:
-    subprocess.run([sys.executable, "-m", module, *map(str, words)], cwd=ROOT, check=True)
+def export(*words: object) -> None:
+    """The exporter in this process: torch, which takes seconds to load, is loaded once."""
+    status = cli.main([str(word) for word in words])
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

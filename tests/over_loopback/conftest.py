@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         return Path(given)
     pytest.importorskip("torch", reason="making a package needs the exporter")
-    from tests.make_package import main
-
     root = tmp_path_factory.mktemp("package")
-    main(root)
+    subprocess.run([sys.executable, "-m", "tests.make_package", str(root)], check=True)
     return root

@@ -66,7 +66,9 @@ def test_labels_can_stay_on_the_device(deployment: Deployment, mode: str) -> Non
     assert all(answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES) for answer in answers)
 
 
-@pytest.mark.parametrize("mode", ["permuted-label", "logit-gradient", "client-head"])
+@pytest.mark.parametrize(
+    "mode", ["permuted-label", pytest.param("logit-gradient", marks=pytest.mark.slow), "client-head"]
+)
 def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
     roots = {name: tmp_path / name for name in ("undisturbed", "killed")}
     for root in roots.values():

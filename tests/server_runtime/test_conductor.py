@@ -430,7 +430,7 @@ class Losing(Scripted):
         self.epoch = 1
         yield Record({"epoch": 1})
         values = {"values": np.zeros((1, 3), np.float32)}
-        yield Ask("batch-1-1", "batch_loss", {d: values for d in site.devices}, {"batch": 0})
+        yield Ask("batch-1-1", "batch_loss", dict.fromkeys(site.devices, values), {"batch": 0})
 
 
 def test_a_device_that_died_with_the_first_batch_after_a_settled_step_begins_that_step_again() -> None:

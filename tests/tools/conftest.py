@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get("CUTLAYER_TEST_PACKAGE")
     if given:
         return Path(given)
-    from tests.make_package import main
-
     root = tmp_path_factory.mktemp("package")
-    main(root)
+    subprocess.run([sys.executable, "-m", "tests.make_package", str(root)], check=True)
     return root

@@ -47,6 +47,7 @@ def test_every_client_is_measured_in_a_process_without_torch(document: dict[str,
     assert document["verdict"]
 
 
+@pytest.mark.slow
 def test_split_adaptation_is_measured_in_whole_and_training_is_modelled(document: dict[str, Any]) -> None:
     ours, split, offsite = document["rows"]
     assert (ours["how"], ours["measured_images"]) == ("measured", 10)
@@ -59,6 +60,7 @@ def test_split_adaptation_is_measured_in_whole_and_training_is_modelled(document
         assert row["seconds"] == pytest.approx(spent["setup"] + spent["work"] / 4 * 10 * epochs)
 
 
+@pytest.mark.slow
 def test_a_client_trains_what_its_method_says(document: dict[str, Any]) -> None:
     block = 12 * 24 * 24 + 13 * 24
     embeddings = 24 + 5 * 24 + (3 * 8 * 8 * 24 + 24)

@@ -55,9 +55,8 @@ def found(world: SplitWorld) -> Callable[[str, str], SplitFound]:
     return run
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(each, marks=[] if each == "parallel_split" else pytest.mark.slow) for each in STRATEGIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_both_engines_tell_the_same_story(found: Callable[[str, str], SplitFound], strategy: str) -> None:
     ours, real = (found(strategy, engine) for engine in ("torch", "onnxruntime"))
     assert [each.epoch for each in ours.curve] == [each.epoch for each in real.curve] == [1, 2]
