@@ -22,7 +22,7 @@ _SMALL_PIXELS = 32
 
 
 def create(name: str, pretrained: bool, arguments: Mapping[str, object]) -> nn.Module:
-    """Raises ExportError for small_images or average_pools where they have no meaning; whatever timm raises is passed on."""
+    """Raises ExportError for an argument of ours that has no meaning here; whatever timm raises is passed on."""
     rest = dict(arguments)
     if not timm.models.is_model_in_modules(name.split(".")[0], ("resnet", "vgg")):
         if "small_images" in rest:
