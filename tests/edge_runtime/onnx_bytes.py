@@ -35,9 +35,9 @@ def tensor(name: str, array: np.ndarray) -> bytes:
     return dims + number(2, DTYPES[array.dtype]) + text(8, name) + text(9, array.tobytes())
 
 
-def value_info(name: str, shape: tuple[int | str, ...]) -> bytes:
+def value_info(name: str, shape: tuple[int | str, ...], kind: int = FLOAT) -> bytes:
     dims = b"".join(text(1, number(1, size) if isinstance(size, int) else text(2, size)) for size in shape)
-    return text(1, name) + text(2, text(1, number(1, FLOAT) + text(2, dims)))
+    return text(1, name) + text(2, text(1, number(1, kind) + text(2, dims)))
 
 
 def node(operator: str, inputs: list[str], output: str, axis: int | None = None) -> bytes:
@@ -47,9 +47,12 @@ def node(operator: str, inputs: list[str], output: str, axis: int | None = None)
 
 
 def quantized_model(
-    size: int = 16, grid: tuple[int, int] = (2, 2), dim: int = 8, seed: int = 0
+    size: int = 16, grid: tuple[int, int] = (2, 2), dim: int = 8, seed: int = 0, masked: bool = False
 ) -> tuple[bytes, WeightRecord]:
-    """images (batch, 3, size, size) -> tokens (batch, N, dim): one int8 linear layer on slices of the picture."""
+    """images (batch, 3, size, size) -> tokens (batch, N, dim): one int8 linear layer on slices of the picture.
+
+    Masked: of one image, (1, 3, size, size) with keep (1, K) -> (1, K, dim).
+    """
     rng = np.random.default_rng(seed)
     patches = grid[0] * grid[1]
     inputs = 3 * size * size // patches
@@ -63,8 +66,14 @@ def quantized_model(
         "scales": scales,
         "zeros": np.zeros(dim, np.int8),
     }
+    if masked:
+        initializers["row"] = np.array([-1], np.int64)
+        choice = [node("Reshape", ["keep", "row"], "places"), node("Gather", ["slices", "places"], "rows", axis=1)]
+    else:
+        choice = [node("Identity", ["slices"], "rows")]
     nodes = [
-        node("Reshape", ["images", "shape"], "rows"),
+        node("Reshape", ["images", "shape"], "slices"),
+        *choice,
         node("QuantizeLinear", ["rows", "x_scale", "x_zero"], "rows_q"),
         node("DequantizeLinear", ["rows_q", "x_scale", "x_zero"], "rows_d"),
         node("DequantizeLinear", ["codes", "scales", "zeros"], "weight", axis=1),
@@ -73,7 +82,11 @@ def quantized_model(
     graph = b"".join(text(1, each) for each in nodes) + text(2, "front")
     graph += b"".join(text(5, tensor(name, array)) for name, array in initializers.items())
     graph += text(11, value_info("images", ("batch", 3, size, size)))
-    graph += text(12, value_info("tokens", ("batch", patches, dim)))
+    if masked:
+        graph += text(11, value_info("keep", ("batch", "kept"), INT64))
+    graph += text(12, value_info("tokens", ("batch", "kept" if masked else patches, dim)))
     model = number(1, 10) + text(7, graph) + text(8, text(1, "") + number(2, 20))
+    if masked:
+        model += text(14, text(1, "patches") + text(2, str(patches)))
     offsets = model.index(codes.tobytes()), model.index(scales.tobytes())
     return model, WeightRecord("linear", codes.shape, 1, *offsets, None, None)

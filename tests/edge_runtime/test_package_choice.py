@@ -32,6 +32,7 @@ def test_a_plan_names_its_package_and_falls_back_with_a_reason(front: Path, spec
 
 def test_a_suffix_may_name_an_engine(front: Path) -> None:
     assert choose_package(str(front / "front.fake")).engine == "fake"
+    assert choose_package(str(front / "front.openvino")).engine == "openvino"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_suffix_may_name_an_engine(front: Path) -> None:
         ("nowhere/front.plan", "does not exist"),
         ("nowhere", "no package folder"),
         ("empty", "is not a package"),
-        ("front/front.openvino", "no engine is called 'openvino'"),
+        ("front/front.openvin", "no engine is called 'openvin'"),
     ],
 )
 def test_what_names_no_package_is_an_error_that_says_so(front: Path, spec: str, said: str) -> None:

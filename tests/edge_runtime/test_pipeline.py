@@ -47,9 +47,9 @@ def test_a_picture_that_changes_meanwhile_is_named(tmp_path: Path) -> None:
 
 def test_tokens_that_are_not_finite_are_an_engine_error(tmp_path: Path) -> None:
     class Broken:
-        name, version, threads, int8_layers = "broken", "1", 1, None
+        name, version, threads, kernels = "broken", "1", 1, None
 
-        def run(self, images: np.ndarray) -> np.ndarray:
+        def run(self, images: np.ndarray, keep: np.ndarray | None = None) -> np.ndarray:
             return np.full((len(images), LAYOUT.count, DIM), 1e6, np.float32)
 
     with pytest.raises(EngineError, match="not finite in float16"):

@@ -222,7 +222,7 @@ def test_flags_environment_and_file_are_merged_and_shown(
         (["--model", "m", "-o", "front", "--model-arg", "img_size"], 2, "KEY=VALUE"),
         (["--model", "m", "-o", "front", "--model-arg", "patch_size={1,2}"], 2, "numbers, texts, lists"),
         (["--model", "vit_tinny_patch16_224", "-o", "front", "--tune", "none"], 2, "vit_tiny_patch16_224"),
-        (["--model", "resnet18", "-o", "front", "--tune", "none"], 3, "vision transformers alone"),
+        (["--model", "convnext_atto", "-o", "front", "--tune", "none"], 3, "no family that can be split"),
         (["--model", "vit_tiny_patch16_224", "-o", "front", "--signing-key", "absent.pem"], 2, "absent.pem"),
         (["--model", "vit_tiny_patch16_224", "-o", "front", "--calibration", "absent"], 5, "absent"),
     ],
