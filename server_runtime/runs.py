@@ -55,18 +55,25 @@ def choose_run(
     """
     if named is not None:
         return _choose_named(runs / check_name(named, "run"), plan, given, say)
-    finished = None
+    finished, other = None, ""
     for root in sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True):
         recorded = read_plan(root, say)
         if recorded is None:
             say(f"{root} has no readable run.toml: passed over")
-        elif not plan.differences(recorded, given):
-            if not is_finished(root, sites):
-                return _take_up(root, recorded, plan, given)
+        elif differences := plan.differences(recorded, given):
+            of_this_backend = not plan.differences(recorded, frozenset())
+            if of_this_backend and not other and not is_finished(root, sites):
+                other = f"run {root.name} is not finished and was started with {'; '.join(differences)}"
+        elif not is_finished(root, sites):
+            return _take_up(root, recorded, plan, given)
+        else:
             finished = finished or root.name
     if finished is not None:
         say(f"run {finished} of the same plan is finished; to answer inference with it: --run {finished}")
-    return _create(runs / new_name(), plan)
+    run = _create(runs / new_name(), plan)
+    if other:
+        say(f"{other}: run {run.name} is a new one; to go on with the other, give its settings")
+    return run
 
 
 def _choose_named(root: Path, plan: Plan, given: frozenset[str], say: Callable[[str], None]) -> Run:

@@ -57,6 +57,17 @@ def test_a_run_keeps_its_settings_unless_others_are_given(tmp_path: Path) -> Non
     assert choose(tmp_path, replace(PLAN, epochs=50), given=frozenset({"epochs"}), name="r2").is_new
 
 
+def test_a_new_run_beside_an_unfinished_one_says_which_setting_kept_them_apart(tmp_path: Path) -> None:
+    said: list[str] = []
+    choose(tmp_path, replace(PLAN, backend_sha256="another"), name="r0")
+    choose(tmp_path, name="r1")
+    choose(tmp_path, replace(PLAN, epochs=50), given=frozenset({"epochs"}), name="r2", say=said.append)
+    assert said == [
+        "run r1 is not finished and was started with epochs = 100, asked for 50: run r2 is a new one; to go on with "
+        "the other, give its settings"
+    ]
+
+
 def test_a_finished_run_is_served_by_name_only(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from server_runtime.run_directory import RunDirectory
