@@ -65,6 +65,8 @@ def main() -> int:
     options = parse(sys.argv[1:])
     root = options.output.resolve()
     if root.exists():
+        if not root.is_dir():
+            raise UsageError(f"{root} is no folder", "choose another one with -o")
         if not (root / "demo.json").exists() and any(root.iterdir()):
             raise UsageError(f"{root} is not empty and holds no demo", "choose another folder with -o")
         shutil.rmtree(root)

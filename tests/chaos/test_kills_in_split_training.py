@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,16 @@ from tests.over_loopback.deployment import Deployment, copy_secrets, stop
 pytest.importorskip("torch", reason="the server needs torch")
 
 EPOCHS, KILLS = 240, 20
-MODE = ("--label-mode", "raw-label")
-OPTIONS = (*MODE, "--seed", 3, "--run", "same", "--epochs", EPOCHS, "--batch", 3, "--learning-rate", 0.01)
+OPTIONS = ("--seed", 3, "--run", "same", "--epochs", EPOCHS, "--batch", 3, "--learning-rate", 0.01)
 LIMIT_S = 1500.0
 
 
 class Server:
     """A server that is killed and started again on the port that its devices know."""
 
-    def __init__(self, deployment: Deployment, rng: random.Random) -> None:
-        self._deployment, self._rng = deployment, rng
-        self.process = deployment.start_server(*OPTIONS, "--exit-when-done", strategy="sequential_split")
+    def __init__(self, deployment: Deployment, options: Sequence[object], rng: random.Random) -> None:
+        self._deployment, self._options, self._rng = deployment, options, rng
+        self.process = deployment.start_server(*options, "--exit-when-done", strategy="sequential_split")
         self.dies_s = time.monotonic() + rng.uniform(1, 14)
 
     def is_due(self, now_s: float) -> bool:
@@ -39,7 +39,7 @@ class Server:
 
     def kill(self) -> None:
         stop(self.process, signal.SIGKILL)
-        self.process = self._deployment.launch_server(*OPTIONS, "--exit-when-done", strategy="sequential_split")
+        self.process = self._deployment.launch_server(*self._options, "--exit-when-done", strategy="sequential_split")
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self.dies_s = 0.0
@@ -50,18 +50,21 @@ class Server:
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_each_side_change_nothing(package: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("label_mode", ["raw-label", "client-head"])
+def test_twenty_kills_of_each_side_change_nothing(package: Path, tmp_path: Path, label_mode: str) -> None:
+    mode = ("--label-mode", label_mode)
+    options = (*mode, *OPTIONS)
     calm, killed = (Deployment(package, tmp_path / name, front="parts") for name in ("undisturbed", "killed"))
     for each in (calm, killed):
         each.root.mkdir()
-    with calm.server(*OPTIONS, "--exit-when-done", strategy="sequential_split") as server:
-        calm.run_devices(*MODE)
+    with calm.server(*options, "--exit-when-done", strategy="sequential_split") as server:
+        calm.run_devices(*mode)
         assert server.wait(timeout=120) == 0
 
     copy_secrets(calm.root, killed.root)
     rng, kills, began_s = random.Random(3), Counter[str](), time.monotonic()
-    server = Server(killed, rng)
-    devices = {device: killed.start_device(device, *MODE) for device in DEVICES}
+    server = Server(killed, options, rng)
+    devices = {device: killed.start_device(device, *mode) for device in DEVICES}
     due_s = {device: time.monotonic() + rng.uniform(1, 6) for device in DEVICES}
     while server.process.poll() is None:
         now_s = time.monotonic()
@@ -72,7 +75,7 @@ def test_twenty_kills_of_each_side_change_nothing(package: Path, tmp_path: Path)
         for device, process in devices.items():
             if process.poll() is None and kills["device"] < KILLS and now_s > due_s[device]:
                 stop(process, signal.SIGKILL)
-                devices[device] = killed.start_device(device, *MODE)
+                devices[device] = killed.start_device(device, *mode)
                 due_s[device] = now_s + rng.uniform(1, 18)
                 kills["device"] += 1
         time.sleep(0.02)
