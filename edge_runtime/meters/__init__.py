@@ -6,12 +6,17 @@ Unknown is None with a reason, never 0 (PW-01). The file's name is the meter's n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from edge_runtime.meters._reading import Reading
+from edge_runtime.meters._reading import Quality, Reading
+from edge_runtime.meters.battery import open_battery
+from edge_runtime.meters.ina import open_ina
 from edge_runtime.meters.none import NoMeter
+from edge_runtime.meters.nvml import open_nvml
+from edge_runtime.meters.pi_pmic import open_pi_pmic
 from edge_runtime.meters.rapl import open_rapl
 
 __all__ = ["Meter", "Probe", "Reading", "probe"]
@@ -20,8 +25,17 @@ __all__ = ["Meter", "Probe", "Reading", "probe"]
 class Meter(Protocol):
     """Cumulative energy of a declared scope."""
 
-    name: str
-    scope: str  # what is inside the figure, e.g. "cpu packages and dram"
+    @property
+    def name(self) -> str:
+        """Its file's."""
+
+    @property
+    def scope(self) -> str:
+        """What is inside the figure, e.g. "cpu packages and dram"."""
+
+    @property
+    def quality(self) -> Quality:
+        """Whether it measures."""
 
     def read(self, now_s: float) -> Reading:
         """Joules since the meter was opened. Never raises for a transient fault; call it at least every few seconds."""
@@ -36,11 +50,19 @@ class Probe:
 
 
 def probe(root: Path = Path("/")) -> Probe:
-    """Try each meter in the order of preference; the last, none, always answers.
+    """Try each meter in the order of preference: what sees more of the machine comes first; none always answers.
 
-    `root` is the file system to look in, so that a test can give a made-up one.
+    `root` is the file system to look in, so that a test can give a made-up one; a GPU is asked only in the real one.
     """
-    rapl, reasons = open_rapl(root)
-    if rapl is not None:
-        return Probe(rapl, tuple(reasons))
+    opened: list[Callable[[], tuple[Meter | None, list[str]]]] = [
+        lambda: open_ina(root), lambda: open_pi_pmic(root), lambda: open_rapl(root), lambda: open_battery(root),
+    ]  # fmt: skip
+    if root == Path("/"):
+        opened.append(open_nvml)
+    reasons: list[str] = []
+    for open_meter in opened:
+        meter, missing = open_meter()
+        reasons.extend(missing)
+        if meter is not None:
+            return Probe(meter, tuple(reasons))
     return Probe(NoMeter("; ".join(reasons)), tuple(reasons))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_runtime.meters._reading import Reading
+from edge_runtime.meters._reading import Quality, Reading
 
 
 class NoMeter:
@@ -10,6 +10,7 @@ class NoMeter:
 
     name = "none"
     scope = "nothing"
+    quality: Quality = "unknown"
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_runtime.meters._reading import Reading
+from edge_runtime.meters._reading import Quality, Reading
 
 DOMAIN = re.compile(r"intel-rapl:\d+(:\d+)?")
 PERMISSION_CURE = "let this user's group read energy_uj by a udev rule (root only since CVE-2020-8694)"
@@ -72,6 +72,7 @@ class RaplMeter:
     """Adds up differences of wrapping counters; a gap in which one may have wrapped unseen makes the sum unknown."""
 
     name = "rapl"
+    quality: Quality = "measured"
 
     def __init__(self, domains: list[Domain], partial: str | None, limits: RaplLimits) -> None:
         self.scope = " + ".join(domain.name for domain in domains)

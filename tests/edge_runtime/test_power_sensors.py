@@ -1,0 +1,332 @@
+"""Sensors that show power, on trees as boards have them, and the sum under their samples against known truth."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_runtime.meters import probe
+from edge_runtime.meters._integral import PowerIntegral, PowerSample
+from edge_runtime.meters._sampled import SampledMeter, Sampling
+from edge_runtime.meters.battery import open_battery
+from edge_runtime.meters.ina import find_rails, open_ina
+from edge_runtime.meters.nvml import open_nvml
+from edge_runtime.meters.pi_pmic import open_pi_pmic, rails_w
+
+DRIVERS = "sys/bus/i2c/drivers"
+ORIN_NANO = {"VDD_IN": (4984, 1856), "VDD_CPU_GPU_CV": (4984, 600), "VDD_SOC": (4984, 424)}
+
+
+def write(root: Path, files: Mapping[str, str]) -> None:
+    """Files as the kernel prints them: text and a line end."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def hwmon(root: Path, place: str, number: int, rails: Mapping[str, tuple[int, int]]) -> Path:
+    """An INA3221 as L4T 34 and later show it; an unconnected channel answers reads with an error."""
+    device = root / DRIVERS / "ina3221" / place / "hwmon" / f"hwmon{number}"
+    for channel, (label, (millivolts, milliamperes)) in enumerate(rails.items(), start=1):
+        write(device, {f"in{channel}_label": label.partition("#")[0]})
+        if label.startswith("NC"):
+            (device / f"in{channel}_input").mkdir()  # reading a folder is an OSError, as ENODATA is
+        else:
+            values = {f"in{channel}_input": str(millivolts), f"curr{channel}_input": str(milliamperes)}
+            write(device, values)
+    write(device, {"in7_label": "sum of shunt voltages", "in7_input": "9000"})
+    return device
+
+
+def power_of(root: Path) -> float:
+    """What the board's sensor shows now."""
+    meter, reasons = open_ina(root)
+    assert meter is not None, reasons
+    return meter._sensor.read_w()
+
+
+def test_agx_orin_does_not_count_the_rail_that_another_feeds(tmp_path: Path) -> None:
+    hwmon(tmp_path, "1-0040", 3, {"VDD_GPU_SOC": (20000, 300), "VDD_CPU_CV": (20000, 150), "VIN_SYS_5V0": (5000, 1056)})
+    hwmon(tmp_path, "1-0041", 2, {"NC": (0, 0), "VDDQ_VDD2_1V8AO": (5000, 180), "NC#2": (0, 0)})
+    assert power_of(tmp_path) == pytest.approx(14.28)  # 15.18 W with all that has a label
+    meter, _ = open_ina(tmp_path)
+    assert meter is not None and meter.scope == "module rails (VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0)"
+
+
+def test_orin_nano_is_its_input_rail(tmp_path: Path) -> None:
+    hwmon(tmp_path, "1-0040", 1, ORIN_NANO)
+    assert power_of(tmp_path) == pytest.approx(4.984 * 1.856)
+    assert probe(tmp_path).meter.name == "ina"
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_jetson_nano_of_the_old_kernel_is_its_input_rail(tmp_path: Path, both: bool) -> None:
+    device = tmp_path / DRIVERS / "ina3221x" / "6-0040" / "iio:device0"
+    for number, (label, milliamperes) in enumerate((("POM_5V_IN", 600), ("POM_5V_GPU", 40), ("POM_5V_CPU", 200))):
+        write(device, {f"rail_name_{number}": label})
+        if both:
+            write(device, {f"ui_input_{number}": f"5048 {milliamperes}"})
+        else:
+            write(device, {f"in_voltage{number}_input": "5048", f"in_current{number}_input": str(milliamperes)})
+    write(device, {"warn_current_limit_0": "32760 ma"})
+    assert power_of(tmp_path) == pytest.approx(3.0288)
+
+
+def test_thor_is_what_its_carrier_takes(tmp_path: Path) -> None:
+    hwmon(
+        tmp_path, "2-0040", 4, {"VDD_GPU": (19700, 5060), "VDD_CPU_SOC_MSS": (19700, 600), "VIN_SYS_5V0": (5000, 900)}
+    )
+    write(tmp_path / DRIVERS / "ina238/2-0044/hwmon/hwmon5", {"in1_label": "VIN", "power1_input": "150000000"})
+    assert power_of(tmp_path) == pytest.approx(150.0)
+
+
+def test_agx_xavier_adds_up_six_rails_of_two_chips(tmp_path: Path) -> None:
+    hwmon(tmp_path, "1-0040", 1, {"GPU": (19000, 100), "CPU": (19000, 100), "SOC": (19000, 100)})
+    hwmon(tmp_path, "1-0041", 2, {"CV": (19000, 100), "VDDRQ": (19000, 100), "SYS5V": (19000, 100)})
+    assert power_of(tmp_path) == pytest.approx(6 * 1.9)
+
+
+def test_a_power_hat_counts_what_is_behind_it(tmp_path: Path) -> None:
+    write(tmp_path / DRIVERS / "ina2xx/1-0040/hwmon/hwmon0", {"power1_input": "3250000"})
+    assert power_of(tmp_path) == pytest.approx(3.25)
+
+
+def test_rails_without_a_declared_total_are_not_added_up(tmp_path: Path) -> None:
+    hwmon(tmp_path, "1-0040", 1, {"VDD_NEW": (5000, 100), "VDD_OTHER": (5000, 100)})
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and reasons == ["ina: no total is known for the rails VDD_NEW, VDD_OTHER"]
+
+
+def test_a_total_with_an_unreadable_rail_is_no_total(tmp_path: Path) -> None:
+    device = hwmon(tmp_path, "1-0040", 1, ORIN_NANO)
+    (device / "curr1_input").unlink()
+    (device / "curr1_input").mkdir()
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and "VDD_IN" in reasons[0] and "cannot be read" in reasons[0]
+    assert "VDD_SOC" in find_rails(tmp_path)
+
+
+def battery(root: Path, **files: str) -> None:
+    write(root / "sys/class/power_supply/BAT0", files)
+
+
+def test_a_battery_that_discharges_shows_the_whole_machine(tmp_path: Path) -> None:
+    battery(tmp_path, status="Discharging", power_now="12500000")
+    write(
+        tmp_path / "sys/class/power_supply/BAT1", {"status": "Discharging", "scope": "Device", "power_now": "9000000"}
+    )
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._sensor.read_w() == pytest.approx(12.5)  # without the mouse
+    battery(tmp_path, status="Charging")
+    with pytest.raises(ValueError, match="mains"):
+        meter._sensor.read_w()
+
+
+@pytest.mark.parametrize("current", ["-1500000", "1500000"])
+def test_a_battery_may_show_current_of_either_sign(tmp_path: Path, current: str) -> None:
+    battery(tmp_path, status="Discharging", current_now=current, voltage_now="11400000")
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._sensor.read_w() == pytest.approx(17.1)
+
+
+def test_a_machine_on_mains_says_why_its_battery_is_no_meter(tmp_path: Path) -> None:
+    battery(tmp_path, status="Full", power_now="0")
+    meter, reasons = open_battery(tmp_path)
+    assert meter is None and "mains" in reasons[0]
+
+
+PMIC = """      3V7_WL_SW_A current(0)=0.10000000A
+        3V3_SYS_A current(1)=0.20000000A
+      3V7_WL_SW_V volt(8)=3.70000000V
+        3V3_SYS_V volt(9)=3.30000000V
+          EXT5V_V volt(24)=5.10000000V
+           BATT_V volt(25)=0.00000000V
+"""
+
+
+def pi(root: Path, model: str) -> None:
+    path = root / "proc/device-tree/model"
+    path.parent.mkdir(parents=True)
+    path.write_text(model + "\0")
+
+
+def test_pi_5_adds_up_the_rails_that_have_a_current(tmp_path: Path) -> None:
+    pi(tmp_path, "Raspberry Pi 5 Model B Rev 1.0")
+    meter, _ = open_pi_pmic(tmp_path, lambda: PMIC)
+    assert meter is not None and meter._sensor.read_w() == pytest.approx(1.03)
+
+
+@pytest.mark.parametrize("text", ["", 'error=1 error_msg="Command not registered"', PMIC.replace("3V3_SYS_V", "X_V")])
+def test_what_is_not_the_answer_of_a_pi_5_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="pmic_read_adc|no currents"):
+        rails_w(text)
+
+
+def test_pi_4_has_no_sensor_and_says_what_to_use(tmp_path: Path) -> None:
+    pi(tmp_path, "Raspberry Pi 4 Model B Rev 1.4")
+    meter, reasons = open_pi_pmic(tmp_path, lambda: PMIC)
+    assert meter is None and "smart plug" in reasons[0]
+
+
+class Nvml:
+    """NVML as a library that starts; on a Jetson it answers nothing."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, counters_mj: list[int] | None) -> None:
+        self.counters_mj = counters_mj
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1 if self.counters_mj is None else len(self.counters_mj)
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return number
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        if self.counters_mj is None:
+            raise self.NVMLError("Not Supported")
+        return self.counters_mj[handle]
+
+
+def test_nvml_counts_all_boards_from_its_first_read() -> None:
+    library = Nvml([5_000_000, 7_000_000])
+    meter, _ = open_nvml(lambda name: library)
+    assert meter is not None and meter.read(0.0).energy_j == 0.0
+    library.counters_mj = [5_001_000, 7_000_500]
+    assert meter.read(1.0).energy_j == pytest.approx(1.5)
+    library.counters_mj = [10, 10]
+    assert meter.read(2.0).energy_j is None
+
+
+def test_nvml_that_starts_and_cannot_be_read_is_no_meter() -> None:
+    meter, reasons = open_nvml(lambda name: Nvml(None))
+    assert meter is None and "Not Supported" in reasons[0]
+
+
+def test_nvml_that_is_not_installed_is_no_meter() -> None:
+    def load(name: str) -> object:
+        raise ImportError(name)
+
+    meter, reasons = open_nvml(load)
+    assert meter is None and "nvidia-ml-py" in reasons[0]
+
+
+class Simulated:
+    """Power as a function of a clock that moves with every look at it."""
+
+    name, scope, quality = "simulated", "all", "measured"
+
+    def __init__(self, power_w: Callable[[float], float | None]) -> None:
+        self.now_s, self._power_w = 0.0, power_w
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def read_w(self) -> float:
+        watts = self._power_w(self.now_s)
+        if watts is None:
+            raise OSError("no data")
+        return watts
+
+
+def play(sensor: Simulated, sampling: Sampling, seconds: float, seed: int = 0) -> SampledMeter:
+    """A meter after `seconds` of jittered samples."""
+    meter, rng = SampledMeter(sensor, sampling, sensor.clock, start=lambda meter: None), random.Random(seed)  # type: ignore[arg-type]
+    meter.read(0.0)
+    while sensor.now_s < seconds:
+        sensor.now_s = min(sensor.now_s + meter.waits_s(rng), seconds)
+        meter.sample()
+    return meter
+
+
+def test_a_hundred_random_workloads_are_measured_to_one_in_a_hundred() -> None:
+    rng = random.Random(1)
+    for seed in range(100):
+        levels = [rng.uniform(1, 15) for _ in range(5)]
+        widths = [rng.uniform(0.5, 5.0) for _ in levels]
+        edges = [sum(widths[: place + 1]) for place in range(len(widths))]
+
+        def power_w(now_s: float, levels: list[float] = levels, edges: list[float] = edges) -> float:
+            inside = now_s % edges[-1]
+            return next(level for level, edge in zip(levels, edges, strict=True) if inside < edge)
+
+        seconds = 20 * edges[-1]
+        truth_j = 20 * sum(level * width for level, width in zip(levels, widths, strict=True))
+        measured = play(Simulated(power_w), Sampling(0.1), seconds, seed).read(seconds)
+        assert measured.energy_j == pytest.approx(truth_j, rel=0.01)
+
+
+def test_jitter_keeps_a_workload_from_beating_with_the_sampler() -> None:
+    def busy(now_s: float) -> float:
+        return 6.0 if now_s % 0.5 < 0.12 else 2.0
+
+    truth_j = 600.0 * (0.24 * 6.0 + 0.76 * 2.0)
+    even = play(Simulated(busy), Sampling(0.5, jitter=0.0), 600.0).read(0.0).energy_j
+    jittered = play(Simulated(busy), Sampling(0.5), 600.0).read(0.0).energy_j
+    assert even is not None and jittered is not None
+    assert abs(even - truth_j) / truth_j > 0.3 > 0.05 > abs(jittered - truth_j) / truth_j
+
+
+def test_a_gap_is_not_bridged_and_is_said() -> None:
+    def lost(now_s: float) -> float | None:
+        return None if 50.0 < now_s < 55.0 else 10.0
+
+    reading = play(Simulated(lost), Sampling(0.1, gap_most_s=1.0), 100.0).read(0.0)
+    assert reading.energy_j == pytest.approx(950.0, abs=5.0)
+    assert reading.reason is not None and re.search(r"partial: .* 9[45]\.\d% of the time", reading.reason)
+
+
+def test_a_sensor_that_is_mostly_away_measures_nothing() -> None:
+    def lost(now_s: float) -> float | None:
+        return None if now_s > 50.0 else 10.0
+
+    reading = play(Simulated(lost), Sampling(0.1), 100.0).read(0.0)
+    assert reading.energy_j is None and reading.reason is not None and "no data" in reading.reason
+
+
+def test_a_sensor_that_never_answers_is_unknown_and_not_zero() -> None:
+    reading = play(Simulated(lambda now_s: None), Sampling(0.1), 1.0).read(0.0)
+    assert reading.energy_j is None
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 5.0), st.none() | st.floats(0.0, 100.0)), max_size=40))
+def test_a_sum_is_never_more_than_the_highest_power_for_the_covered_time(
+    steps: list[tuple[float, float | None]],
+) -> None:
+    integral, now_s, before_j = PowerIntegral(1.0), 0.0, 0.0
+    for apart_s, watts in steps:
+        now_s += apart_s
+        integral.add(PowerSample(now_s, watts, None if watts is not None else "lost"))
+        assert integral.energy_j >= before_j
+        before_j = integral.energy_j
+    highest_w = max((watts for _, watts in steps if watts is not None), default=0.0)
+    assert integral.energy_j <= highest_w * integral.covered_s + 1e-6
+    assert 0.0 <= integral.coverage <= 1.0 + 1e-9 and math.isfinite(integral.energy_j)
+
+
+def test_a_sample_that_comes_late_is_left_out() -> None:
+    integral = PowerIntegral(1.0)
+    for at_s in (0.0, 0.5, 0.3, 1.0):
+        integral.add(PowerSample(at_s, 4.0))
+    assert integral.energy_j == pytest.approx(4.0)
+
+
+def test_sampling_runs_on_a_thread_of_its_own() -> None:
+    sensor = Simulated(lambda now_s: 5.0)
+    started: list[SampledMeter] = []
+    meter = SampledMeter(sensor, Sampling(0.1), sensor.clock, start=started.append)  # type: ignore[arg-type]
+    for _ in range(3):
+        meter.read(0.0)
+    assert started == [meter]
