@@ -39,6 +39,8 @@ FIELDS = (
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
+    Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
+    Field("plug_account", Path, None, "file of two lines, name and password of the plug's owner; newer plugs want it"),
 )
 
 
@@ -62,6 +64,8 @@ class DeviceConfig:
     kappa_floor: float | None
     max_releases: int
     threads: int
+    plug: str | None = None
+    plug_account: Path | None = None
 
 
 def resolve_config(

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import UsageError
-from edge_runtime.meters import Meter, probe
+from edge_runtime.meters import Meter, Plug, open_plug, probe
 
-WATCH_S = 1.0  # long enough for a counter that moves every 100 ms
+WATCH_S = 2.5  # long enough for a plug, which shows a new value about once a second
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,11 @@ class Diagnosis:
     not_used: tuple[str, ...]
 
 
-def examine(root: Path, clock: Callable[[], float], wait: Callable[[float], None]) -> Diagnosis:
+def examine(
+    root: Path, clock: Callable[[], float], wait: Callable[[float], None], plug: Plug | None = None
+) -> Diagnosis:
     """Find the meter under `root` and watch it for a moment."""
-    found = probe(root)
+    found = probe(root, plug)
     power_w, reason = _watch(found.meter, clock, wait)
     meter = found.meter
     return Diagnosis(meter.name, meter.scope, meter.quality, power_w, reason, found.reasons)
@@ -52,10 +54,11 @@ def _watch(meter: Meter, clock: Callable[[], float], wait: Callable[[float], Non
 
 
 def edge_doctor(arguments: argparse.Namespace) -> int:
-    """The command behind its command line. Raises: UsageError when --root is no folder."""
+    """The command behind its command line. Raises: UsageError when --root is no folder; ConfigError."""
     if not arguments.root.is_dir():
         raise UsageError(f"--root should be a folder, {str(arguments.root)!r} is none", "correct --root")
-    diagnosis = examine(arguments.root, time.monotonic, time.sleep)
+    plug = open_plug(arguments.plug, arguments.plug_account)
+    diagnosis = examine(arguments.root, time.monotonic, time.sleep, plug)
     if arguments.format == "json":
         print_document("edge-doctor", asdict(diagnosis))
     else:
@@ -81,5 +84,7 @@ def main() -> int:
     """Entry point of edge-doctor."""
     commands = ArgumentParser("edge-doctor", "Say which energy meter this device has, and why not another.")
     commands.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="file system to look in")
+    commands.add_argument("--plug", metavar="HOST[:PORT][/OUTLET]", help="TP-Link smart plug that feeds this device")
+    commands.add_argument("--plug-account", type=Path, metavar="FILE", help="two lines: its owner's name and password")
     commands.add_argument("--format", choices=("table", "json"), default="table", help="form of the answer")
     return run_command(lambda: edge_doctor(commands.parse_args()))

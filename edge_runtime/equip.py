@@ -32,7 +32,7 @@ from edge_runtime.engines import Engine, open_engine
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.label_keeper import LabelKeeper
-from edge_runtime.meters import probe
+from edge_runtime.meters import open_plug, probe
 from edge_runtime.package_choice import PackageChoice, choose_package
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.pipeline import Frontend
@@ -144,7 +144,7 @@ def equip_state(
     plan = installed.training
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
-    stages = Stages(probe().meter, time.monotonic)
+    stages = Stages(probe(plug=open_plug(config.plug, config.plug_account)).meter, time.monotonic)
     around = Surroundings(open_bar, lambda: check_stop(stop))
     codes_changed: float | None = None
     worker: Worker | PartWorker

@@ -14,12 +14,13 @@ from typing import Protocol
 from edge_runtime.meters._reading import Quality, Reading
 from edge_runtime.meters.battery import open_battery
 from edge_runtime.meters.ina import open_ina
+from edge_runtime.meters.kasa import Plug, open_kasa, read_plug
 from edge_runtime.meters.none import NoMeter
 from edge_runtime.meters.nvml import open_nvml
 from edge_runtime.meters.pi_pmic import open_pi_pmic
 from edge_runtime.meters.rapl import open_rapl
 
-__all__ = ["Meter", "Probe", "Reading", "probe"]
+__all__ = ["Meter", "Plug", "Probe", "Reading", "open_plug", "probe"]
 
 
 class Meter(Protocol):
@@ -49,12 +50,14 @@ class Probe:
     reasons: tuple[str, ...]
 
 
-def probe(root: Path = Path("/")) -> Probe:
+def probe(root: Path = Path("/"), plug: Plug | None = None) -> Probe:
     """Try each meter in the order of preference: what sees more of the machine comes first; none always answers.
 
     `root` is the file system to look in, so that a test can give a made-up one; a GPU is asked only in the real one.
+    A smart plug is asked only where one is named.
     """
     opened: list[Callable[[], tuple[Meter | None, list[str]]]] = [
+        *([lambda: open_kasa(plug)] if plug is not None else []),
         lambda: open_ina(root), lambda: open_pi_pmic(root), lambda: open_rapl(root), lambda: open_battery(root),
     ]  # fmt: skip
     if root == Path("/"):
@@ -66,3 +69,8 @@ def probe(root: Path = Path("/")) -> Probe:
         if meter is not None:
             return Probe(meter, tuple(reasons))
     return Probe(NoMeter("; ".join(reasons)), tuple(reasons))
+
+
+def open_plug(address: str | None, account: Path | None) -> Plug | None:
+    """The plug of a configuration, None where there is none. Raises: ConfigError."""
+    return None if address is None else read_plug(address, account)

@@ -30,11 +30,15 @@ class PowerSensor(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a sensor is sampled: each wait is `interval_s`, up to half of it more or less."""
+    """How a sensor is sampled: each wait is `interval_s`, up to half of it more or less.
+
+    Where a read takes long, `at_reads` is False: then a sum ends with the newest sample, and no stage waits for one.
+    """
 
     interval_s: float
     gap_most_s: float = 2.0
     jitter: float = 0.5
+    at_reads: bool = True
 
 
 class SampledMeter:
@@ -51,13 +55,14 @@ class SampledMeter:
         self.name, self.scope, self.quality = sensor.name, sensor.scope, sensor.quality
         self._sensor, self._sampling, self._clock = sensor, sampling, clock
         self._integral = PowerIntegral(sampling.gap_most_s)
-        self._lock = threading.Lock()
+        self._sensor_lock, self._lock = threading.Lock(), threading.Lock()
         self._start = start or _start_thread
         self._is_running = False
 
     def read(self, now_s: float) -> Reading:
-        """Joules up to now: a sample of its own ends the sum. `now_s` is not used, as samples carry their own time."""
-        self.sample()
+        """Joules up to the newest sample. `now_s` is not used, as samples carry their own time."""
+        if self._sampling.at_reads or not self._is_running:
+            self.sample()
         if not self._is_running:
             self._is_running = True
             self._start(self)
@@ -70,13 +75,15 @@ class SampledMeter:
 
     def sample(self) -> None:
         """Read the sensor once; a failure is a sample too. The clock is read around it: some sensors convert for ms."""
-        with self._lock:
+        with self._sensor_lock:
             started_s = self._clock()
             try:
                 watts, reason = self._sensor.read_w(), None
             except (OSError, ValueError) as error:
                 watts, reason = None, str(error)
-            self._integral.add(PowerSample((started_s + self._clock()) / 2.0, watts, reason))
+            sample = PowerSample((started_s + self._clock()) / 2.0, watts, reason)
+            with self._lock:
+                self._integral.add(sample)
 
     def waits_s(self, rng: random.Random) -> float:
         """The next wait between two samples."""
