@@ -12,6 +12,7 @@ Rules that `from_bytes` and `to_bytes` both keep, so that a published manifest i
 * Every file that a cut names is listed; every byte range that a weight names lies inside that file; ranges that a
   device writes (codes, bias) overlap nothing.
 * Shapes agree with each other: input with image rule, statistics with tokens.
+* A cut that sends every token under full noise does not say so: the field `sent` is there only where that is not so.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.errors import ManifestError
 from contract.images import ALPHA_RULES, CROP_MODES, INTERPOLATIONS, ImageRule
-from contract.tokens import Statistics, TokenLayout
+from contract.tokens import KEPT, SentRule, Statistics, TokenLayout
 
 FORMAT: Literal["cutlayer-package/1"] = "cutlayer-package/1"
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
 _TRAINING_NAME = "training.json"  # contract.training's, which imports this file
+
+_PATCH_FAMILIES = ("vit",)  # a token stays that of one patch of the picture, whatever the layer
 
 LabelMode = Literal["raw-label", "permuted-label", "logit-gradient", "client-head"]
 
@@ -101,6 +104,7 @@ class Cut:
     tokens: TokenLayout
     statistics: Statistics
     weights: tuple[WeightRecord, ...]
+    sent: SentRule = SentRule()
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,11 @@ class Manifest:
     signer: str
     created: str
 
+    @property
+    def retrieves_patches(self) -> bool:
+        """Whether patch retrieval applies. In families with merged or convolved tokens it does not (SA 1.1, Swin)."""
+        return self.family in _PATCH_FAMILIES
+
 
 def to_bytes(manifest: Manifest) -> bytes:
     """Canonical bytes of a manifest, to be signed.
@@ -165,7 +174,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     Raises: ManifestError if the manifest breaks a rule.
     """
     try:
-        data = to_json(encode(manifest))
+        data = to_json(_without_plain_rules(encode(manifest)))
     except CanonicalError as error:
         raise ManifestError(f"manifest: {error}", "correct the manifest before it is published") from error
     if len(data) > LIMITS.size_bytes:
@@ -180,12 +189,29 @@ def from_bytes(data: bytes) -> Manifest:
     Raises: ManifestError if the bytes break a rule.
     """
     try:
-        manifest = decode(Manifest, from_json(data, LIMITS.size_bytes))
+        manifest = decode(Manifest, _with_plain_rules(from_json(data, LIMITS.size_bytes)))
     except CanonicalError as error:
         raise ManifestError(f"manifest: {error}", _CURE) from error
     if to_bytes(manifest) != data:
         raise _broken("text", "canonical JSON (sorted keys, no spaces)", "the same values in another form")
     return manifest
+
+
+def _without_plain_rules(document: Any) -> Any:
+    """The document without `sent` where it is the default."""
+    for cut in document["cuts"]:
+        if cut["sent"] == encode(SentRule()):
+            del cut["sent"]
+    return document
+
+
+def _with_plain_rules(document: Any) -> Any:
+    """The inverse, for a document of which nothing is known yet."""
+    cuts = document.get("cuts") if isinstance(document, dict) else None
+    for cut in cuts if isinstance(cuts, list) else ():
+        if isinstance(cut, dict):
+            cut.setdefault("sent", encode(SentRule()))
+    return document
 
 
 def digest(data: bytes) -> bytes:
@@ -281,6 +307,9 @@ def _check_cut(where: str, cut: Cut, image: ImageRule, sizes: dict[str, int]) ->
     for field, values in vars(cut.statistics).items():
         _require(len(values) == tokens.dim, f"{where}.statistics.{field}", f"{tokens.dim} values", len(values))
         _require(min(values) >= 0, f"{where}.statistics.{field}", "values of 0 or more", min(values))
+    _require(cut.sent.kept in KEPT, f"{where}.sent.kept", f"one of {', '.join(KEPT)}", cut.sent.kept)
+    share = cut.sent.prefix_share
+    _require(0 <= share <= 1, f"{where}.sent.prefix_share", "0 to 1", share)
     _require_unique(f"{where}.weights", [weight.name for weight in cut.weights])
     _check_ranges(where, cut, sizes[cut.onnx])
 

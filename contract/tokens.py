@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ NOISE_HEADROOM = 8.0  # wire steps leave room for this many noise scales above t
 SOURCES_MAX = 65535  # a source index is two bytes on the wire
 TIE_COSINE = 1e-6  # cosines closer than this are equal: BLAS rounds differently from machine to machine
 SIMILARITY_BLOCK_BYTES = 16 << 20  # similarities held at once
+
+Kept = Literal["all", "checkerboard", "quarter"]  # which patch tokens are sent
+KEPT: tuple[Kept, ...] = get_args(Kept)
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,70 @@ class Statistics:
     absmax_patch: tuple[float, ...]
 
 
-def noise_scales(statistics: Statistics, kappa: float) -> npt.NDArray[np.float32]:
-    """Laplace scales b = kappa sigma_c as (2, d)."""
-    return (kappa * np.array([statistics.sigma_prefix, statistics.sigma_patch], np.float64)).astype(np.float32)
+@dataclass(frozen=True)
+class SentRule:
+    """Which patch tokens are sent, and how much of the patches' noise the prefix tokens get."""
+
+    kept: Kept = "all"
+    prefix_share: float = 1.0
 
 
-def wire_steps(statistics: Statistics, kappa: float) -> npt.NDArray[np.float32]:
-    """Wire steps delta_c = (absmax_c + 8 kappa sigma_c) / 127 as (2, d), all positive; alike on both machines."""
-    sigma = np.array([statistics.sigma_prefix, statistics.sigma_patch], np.float64)
-    absmax = np.array([statistics.absmax_prefix, statistics.absmax_patch], np.float64)
-    steps: npt.NDArray[np.float32] = ((absmax + NOISE_HEADROOM * kappa * sigma) / CODE_MAX).astype(np.float32)
+def kept_patches(grid: tuple[int, int], kept: Kept) -> npt.NDArray[np.int64]:
+    """The patch positions (K,) that are sent, ascending: the same for every image, so that nothing need be said.
+
+    `checkerboard` sends every second patch of each row, `quarter` every second one of every second row.
+    """
+    row, column = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+    chosen = {
+        "all": np.ones(len(row), np.bool_),
+        "checkerboard": (row + column) % 2 == 0,
+        "quarter": (row % 2 == 0) & (column % 2 == 0),
+    }[kept]
+    return np.flatnonzero(chosen).astype(np.int64)
+
+
+def sent_layout(layout: TokenLayout, kept: Kept) -> TokenLayout:
+    """The tokens of one image on the wire: the prefix, then the kept patches as one row."""
+    return TokenLayout(layout.prefix, (1, len(kept_patches(layout.grid, kept))), layout.dim)
+
+
+def keep_tokens(tokens: npt.NDArray[Any], layout: TokenLayout, kept: Kept) -> npt.NDArray[Any]:
+    """Of tokens (..., T, d) those that are sent, (..., prefix + K, d)."""
+    if kept == "all":
+        return tokens
+    chosen: npt.NDArray[Any] = tokens[..., sent_places(layout, kept), :]
+    return chosen
+
+
+def sent_places(layout: TokenLayout, kept: Kept) -> npt.NDArray[np.int64]:
+    """Where the sent tokens stand among all T: (prefix + K,)."""
+    return np.concatenate([np.arange(layout.prefix), layout.prefix + kept_patches(layout.grid, kept)])
+
+
+def noise_scales(statistics: Statistics, kappa: float, prefix_share: float = 1.0) -> npt.NDArray[np.float32]:
+    """Laplace scales b = kappa sigma_c as (2, d); prefix tokens get `prefix_share` of it."""
+    return (_strengths(kappa, prefix_share) * _two_rows(statistics.sigma_prefix, statistics.sigma_patch)).astype(
+        np.float32
+    )
+
+
+def wire_steps(statistics: Statistics, kappa: float, prefix_share: float = 1.0) -> npt.NDArray[np.float32]:
+    """Wire steps delta_c = (absmax_c + 8 b_c) / 127 as (2, d), all positive; alike on both machines."""
+    sigma = _two_rows(statistics.sigma_prefix, statistics.sigma_patch)
+    absmax = _two_rows(statistics.absmax_prefix, statistics.absmax_patch)
+    headroom = NOISE_HEADROOM * _strengths(kappa, prefix_share)
+    steps: npt.NDArray[np.float32] = ((absmax + headroom * sigma) / CODE_MAX).astype(np.float32)
     steps[steps < np.finfo(np.float32).tiny] = np.finfo(np.float32).tiny  # a channel that is always zero still divides
     return steps
+
+
+def _strengths(kappa: float, prefix_share: float) -> npt.NDArray[np.float64]:
+    """kappa of prefix and patch tokens (2, 1)."""
+    return np.array([[kappa * prefix_share], [kappa]], np.float64)
+
+
+def _two_rows(prefix: tuple[float, ...], patch: tuple[float, ...]) -> npt.NDArray[np.float64]:
+    return np.array([prefix, patch], np.float64)
 
 
 def add_noise(
@@ -123,26 +178,29 @@ def _parts(prefix: int) -> tuple[tuple[int, tuple[Any, ...]], tuple[int, tuple[A
 def retrieval_sources(
     features: npt.NDArray[np.float16] | npt.NDArray[np.float32],
     on_progress: Callable[[int], object] | None = None,
+    positions: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.uint16]:
     """For each image and position the other image whose token there is most alike (split adaptation, patch retrieval).
 
     Args:
         features: clean patch tokens (n, N, d); may be a memory map, of which one position is read at a time.
         on_progress: called with 1 after each position.
+        positions: the K that are looked at; all N by default.
 
     Returns:
-        (n, N): argmax over j != i of cos(x[i, p], x[j, p]). Ties, which is cosines within 1e-6, go to the lowest j. A
+        (n, K): argmax over j != i of cos(x[i, p], x[j, p]). Ties, which is cosines within 1e-6, go to the lowest j. A
         single image is its own source.
 
     Raises:
         DataError: more images than two bytes can count.
         EngineError: a token is not finite.
     """
-    count, positions, _ = features.shape
+    count = len(features)
+    chosen = np.arange(features.shape[1]) if positions is None else positions
     check_source_count(count)
-    sources = np.zeros((count, positions), np.uint16)
-    for position in range(positions if count > 1 else 0):
-        sources[:, position] = _nearest_others(_unit_rows(features[:, position]))
+    sources = np.zeros((count, len(chosen)), np.uint16)
+    for column, position in enumerate(chosen if count > 1 else ()):
+        sources[:, column] = _nearest_others(_unit_rows(features[:, position]))
         if on_progress is not None:
             on_progress(1)
     return sources

@@ -31,6 +31,7 @@ from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
+from edge_runtime.int8_check import int8_lost, quantized_layers
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters import open_plug, probe
 from edge_runtime.package_choice import PackageChoice, choose_package
@@ -64,6 +65,7 @@ class EngineFacts:
     threads: int
     int8_layers: int | None
     linear_layers: int | None
+    int8_lost: str | None  # why fewer layers ran as int8 than were quantized
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def equip_state(
     codes_changed: float | None = None
     worker: Worker | PartWorker
     if plan is not None and not installed.manifest.cuts:
-        facts = EngineFacts(f"onnxruntime {onnxruntime_version()}", threads, None, None)
+        facts = EngineFacts(f"onnxruntime {onnxruntime_version()}", threads, None, None, None)
         from edge_runtime.equip_parts import equip_parts  # it loads onnxruntime, as `open_engine` does for others
 
         worker, head_of = equip_parts(
@@ -159,9 +161,12 @@ def equip_state(
         engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
         check_stop(stop)
         facts = engine_facts(engine, installed)
+        if facts.int8_lost:
+            say(f"warning: {facts.int8_lost}")
         bench = Bench(
             Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms, secret,
             installed.digest, wire_labels, config.max_releases, state.features,
+            installed.manifest.retrieves_patches,
         )  # fmt: skip
         labels = {sample.sample_id: sample.label for sample in dataset.samples}
         keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
@@ -174,9 +179,11 @@ def equip_state(
 
 def engine_facts(engine: Engine, installed: Installed) -> EngineFacts:
     """What the engine that was opened is and does."""
-    linear = sum(len(each.shape) == 2 for each in installed.cut.weights)
-    linear += len(installed.manifest.quantization.float_weights)
-    return EngineFacts(f"{engine.name} {engine.version}", engine.threads, engine.int8_layers, linear)
+    quantized = quantized_layers((each.name, each.shape) for each in installed.cut.weights)
+    linear = quantized + len(installed.manifest.quantization.float_weights)
+    ran = None if engine.kernels is None else engine.kernels.int8
+    lost = int8_lost(engine.kernels, quantized)
+    return EngineFacts(f"{engine.name} {engine.version}", engine.threads, ran, linear, lost)
 
 
 def onnxruntime_version() -> str:

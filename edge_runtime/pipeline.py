@@ -125,7 +125,7 @@ def samples_per_batch(layout: TokenLayout, with_sources: bool, frame_bytes: int)
 
 @dataclass(frozen=True)
 class CodeBatch:
-    """Wire codes (B, T, d) of the samples from `start` on."""
+    """Wire codes (B, S, d) of the samples from `start` on: S tokens of an image are sent."""
 
     number: int
     start: int
@@ -147,7 +147,7 @@ def release_batches(
     for start in range(first_batch * size, len(samples), size):
         batch = samples[start : start + size]
         clean = tokens_of(start, len(batch))
-        codes = np.empty(clean.shape, np.int8)
+        codes = np.empty((len(batch), *noise.shape), np.int8)
         saturated = 0
         for row, sample in enumerate(batch):
             codes[row], clipped = noise.release(clean[row].astype(np.float32), sample.pixel_digest)

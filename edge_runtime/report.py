@@ -41,11 +41,13 @@ class Report:
     stages_energy_j: dict[str, float | None]
     energy_j: float | None
     energy_reason: str | None
+    energy_scope: str | None  # meter, and what it sees; None where energy is unknown
     engine: str
     engine_fallback: str | None
     threads: int
     int8_layers: int | None
     linear_layers: int | None
+    int8_lost: str | None  # why fewer layers ran as int8 than were quantized; None: none was lost, or nobody can tell
     golden_snr_db: float | None  # None: equal to the last bit
     label_mode: str
     kappa: float | None
@@ -106,8 +108,7 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     trains = report.linear_layers is None
     kernels = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"
     yield "engine", f"{report.engine}, {report.threads} threads, {'float32 training' if trains else kernels}"
-    if report.engine_fallback:
-        yield "", report.engine_fallback
+    yield from (("", text) for text in (report.int8_lost, report.engine_fallback) if text)
     yield "labels", report.label_mode
     if report.codes_changed is None:
         yield "noise", "none: this package trains without feature or weight noise"
@@ -127,7 +128,10 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
         f"{report.messages_sent_again} messages sent again",
     )
     yield "time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages_s.items()) or "-"
-    yield "energy", f"{report.energy_j:.1f} J" if report.energy_j is not None else f"unknown: {report.energy_reason}"
+    if report.energy_j is None:
+        yield "energy", f"unknown: {report.energy_reason}"
+    else:
+        yield "energy", f"{report.energy_j:.1f} J ({report.energy_scope})"
     yield "memory", f"{report.peak_rss_mb:.0f} MB at most"
 
 

@@ -71,6 +71,11 @@ class Stages:
         with self._lock:
             return dict(self._costs)
 
+    @property
+    def scope(self) -> str:
+        """What the joules are those of, such as "ina: module input"; figures of two scopes are not compared."""
+        return f"{self._meter.name}: {self._meter.scope}"
+
     def energy_reason(self) -> str | None:
         """Why energy is unknown or partial; None when it is measured."""
         return self._reason

@@ -65,7 +65,7 @@ def device_terms(
             f"{', '.join(manifest.label_modes)} (the package)",
             "set label_mode to one that the package allows",
         )
-    kappa_floor = rules.kappa if config.kappa_floor is None else config.kappa_floor
+    kappa_floor = rules.kappa if config.kappa_floor is None else _floor_of_patches(config.kappa_floor, manifest)
     if kappa_floor > rules.kappa_max:
         raise refusal(
             "kappa",
@@ -92,6 +92,22 @@ def device_terms(
         package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max,
         alpha, asks,
     )  # fmt: skip
+
+
+def _floor_of_patches(floor: float, manifest: Manifest) -> float:
+    """The kappa at which even tokens that get a share of the noise are at a device's own floor.
+
+    Raises: RefusedError when they get none.
+    """
+    share = min((cut.sent.prefix_share for cut in manifest.cuts if cut.tokens.prefix), default=1.0)
+    if share == 0.0 and floor > 0.0:
+        raise refusal(
+            "noise of prefix tokens",
+            f"at least {floor} (this device's floor)",
+            "none (the package)",
+            "install a package that was exported with --prefix-noise above 0",
+        )
+    return floor / share if share else floor
 
 
 def check_welcome(welcome: Welcome, terms: Terms) -> None:

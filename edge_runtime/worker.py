@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from contract.console import Progress
 from contract.manifest import Cut
 from contract.messages import Ask, Features, Message
-from contract.tokens import check_source_count
+from contract.tokens import TokenLayout, check_source_count, sent_layout
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
@@ -44,6 +44,7 @@ class Bench:
     wire_labels: NDArray[np.int64]  # (C,): entry c is what class c is called on the wire
     max_releases: int
     features: Path  # folder of the clean features
+    retrieves_patches: bool = True  # as the manifest says
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Worker:
         self._bench, self._ledger, self._keeper, self._stages, self._around = bench, ledger, keeper, stages, around
 
     @property
+    def _sent(self) -> TokenLayout:
+        return sent_layout(self._bench.cut.tokens, self._bench.cut.sent.kept)
+
+    @property
     def samples(self) -> Sequence[Sample]:
         """The samples in upload order."""
         return self._bench.dataset.samples
@@ -106,7 +111,8 @@ class Worker:
 
     def batch_size(self, upload: Upload) -> int:
         """Samples per message."""
-        return samples_per_batch(self._bench.cut.tokens, upload.split == "train", upload.frame_bytes)
+        with_sources = upload.split == "train" and self._bench.retrieves_patches
+        return samples_per_batch(self._sent, with_sources, upload.frame_bytes)
 
     def fingerprint(self, upload: Upload) -> str:
         """What an upload consists of: two with the same fingerprint have the same batches, bit for bit."""
@@ -115,30 +121,34 @@ class Worker:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def collect(self, upload: Upload) -> Iterator[Features]:
-        """Training features: clean ones to a file, each patch's source among the other images, then noisy batches.
+        """Training features: clean ones to a file, each patch's source where patches are retrieved, then noisy batches.
 
         Where `first_batch` says that all is in the spool already, nothing is computed.
         """
         total, layout = len(self.samples), self._bench.cut.tokens
         if upload.first_batch * self.batch_size(upload) >= total:
             return
-        check_source_count(total)  # before hours of extraction, not after
+        if self._bench.retrieves_patches:
+            check_source_count(total)  # before hours of extraction, not after
         self._check_releases(upload)
         path = self._bench.features / FEATURES_NAME
         try:
             with self._stages.measure("extract"), self._around.open_progress(total, "features", "images") as bar:
                 extract(self._bench.frontend, self.samples, path, self._ticking(bar))
-            with (
-                self._stages.measure("retrieve"),
-                self._around.open_progress(layout.patches, "retrieval", "positions") as bar,
-            ):
-                sources = retrieve(path, total, layout, self._ticking(bar))
+            sources = self._retrieve(path, total, layout) if self._bench.retrieves_patches else None
             self._stages.begin("upload")  # ended by the caller, when the server has it all
             yield from self._batches(upload, lambda start, count: read_features(path, layout, start, count), sources)
         finally:
             path.unlink(
                 missing_ok=True
             )  # clean features show the images: they go as soon as the spool has the noisy ones
+
+    def _retrieve(self, path: Path, total: int, layout: TokenLayout) -> NDArray[np.uint16]:
+        with (
+            self._stages.measure("retrieve"),
+            self._around.open_progress(self._sent.patches, "retrieval", "positions") as bar,
+        ):
+            return retrieve(path, total, layout, self._ticking(bar), self._bench.cut.sent.kept)
 
     def infer(self, upload: Upload) -> Iterator[Features]:
         """Features for prediction, straight from the engine: the same release as in training, bit for bit."""

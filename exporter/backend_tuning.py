@@ -7,7 +7,7 @@ order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contract.console import progress, say
+from contract.errors import UsageError
+from contract.images import normalise
 from contract.keyed_noise import derive_key
+from contract.manifest import WeightRecord
 from contract.onnx_weights import noised_onnx
 from exporter.channel import WireChannel
 from exporter.few_shot import FewShotRates, FewShotSettings, choose_rates, default_rates, hold_out, turned
 from exporter.frontend_file import FrontendFile
+from exporter.hilbert import transformed_pixels
 from exporter.models import Facts
 from exporter.plan import ExportPlan, Limits
 from exporter.public_set import Parts, PublicSet
 from exporter.runtime import open_session, run_tokens
-from exporter.statistics import PublicTokens, TokenMoments
+from exporter.statistics import SPATIAL_PATCHES_MAX, PublicTokens, measure_tokens
 from exporter.token_store import extract
 from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
+from exporter.tuning_frontends import TuningFrontend
 
 _LEVELS = 8  # noise strengths that tuning picks from
 
@@ -49,6 +54,7 @@ class Bench:
     device: str
     tuning: TuneSettings
     few_shot: FewShotSettings
+    tuning_frontends: tuple[TuningFrontend, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,7 @@ def prepare_untuned(bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor
     """Statistics and default rates; accuracies where the model's own head answers the public set's classes."""
     session = open_session(bench.file.data, bench.threads)
     images = bench.parts.tuning[: bench.limits.statistics_images]
-    moments = TokenMoments(bench.facts.layout)
-    with progress(total=len(images), description="Measuring tokens", unit="images") as bar:
-        for batch in bench.public.batches(images, bench.limits.batch):
-            moments.add(run_tokens(session, batch))
-            bar.update(len(batch))
+    public_tokens = _statistics(bench, _extract(bench, session, images, "to measure"))
     accuracies = Accuracies()
     if _could_answer(bench, head):
         held = _Held(bench, session)
@@ -91,30 +93,33 @@ def prepare_untuned(bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor
     layer = None if head is None else linear_head(*head)
     origin = "none" if head is None else "the model's own"
     rates = default_rates("no tuning was asked for")
-    return PreparedBackend(moments.finish(), _state(backend), layer, origin, rates, accuracies)
+    return PreparedBackend(public_tokens, _state(backend), layer, origin, rates, accuracies)
 
 
 def prepare_tuned(
     bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, rng: np.random.Generator
 ) -> PreparedBackend:
-    """Everything: tokens from the plain and from noisy frontends, head, learning rates, tuning, accuracies."""
+    """Everything: tokens from the sent and from tuning's frontends, head, learning rates, tuning, accuracies."""
     session = open_session(bench.file.data, bench.threads)
-    plain = _extract(bench, session, bench.parts.tuning, "plain")
-    public_tokens = _statistics(bench, plain)
+    plain = _extract_union(bench, session, "plain")
+    public_tokens = _statistics(bench, plain[: len(bench.parts.tuning)])
     held = _Held(bench, session)
     del session
-    noisy = [_extract_noisy(bench, bench.parts.tuning, number, rng) for number in range(_noisy_frontends(bench))]
-    tokens = TokenSet((plain, *noisy), bench.public.labels[bench.parts.tuning])
+    tokens = _tuning_tokens(bench, plain, rng)
     head_layer, origin = _server_head(bench, backend, head, tokens, held)
     kappas = tuple(np.linspace(0.0, bench.plan.kappa_max, _LEVELS)) + (bench.plan.kappa,)
-    channel = WireChannel(public_tokens, bench.facts.layout, kappas[:_LEVELS], bench.device)
-    release = WireChannel(public_tokens, bench.facts.layout, kappas[_LEVELS:], bench.device)
+    rule = bench.plan.sent
+    channel = WireChannel(public_tokens, bench.facts.layout, kappas[:_LEVELS], bench.device, rule)
+    release = WireChannel(public_tokens, bench.facts.layout, kappas[_LEVELS:], bench.device, rule)
     untuned = Classifier(backend, head_layer)
     before = _accuracies_before(bench, untuned, held, release, rng)
     rates = _choose_rates(bench, untuned, tokens, channel, release, rng)
     tuned = copy.deepcopy(untuned)
     rows, classes = np.arange(len(tokens.labels)), np.arange(head_layer.out_features)
-    tune(tuned, tokens, rows, classes, channel, bench.tuning, rng, bench.device, "Tuning the backend")
+    tune(
+        tuned, tokens, rows, classes, _tuning_channel(bench, channel), bench.tuning, rng, bench.device,
+        "Tuning the backend",
+    )  # fmt: skip
     after = Accuracies(
         **{**vars(before),
            "tuned_clean": held.top1(tuned, held.coded, _through(bench, channel, 0)),
@@ -136,7 +141,7 @@ class _Held:
         self.noisy = self.coded
 
     def add_noisy(self, rng: np.random.Generator) -> None:
-        if _noisy_frontends(self._bench):
+        if _has_weight_noise(self._bench):
             self.noisy = _extract_noisy(self._bench, self._bench.parts.evaluation, 99, rng)
 
     def top1(
@@ -173,32 +178,72 @@ def _extract(
     return extract(session, batches, (len(indices), layout.count, layout.dim), path, f"Tokens, {name}")
 
 
+def _extract_union(bench: Bench, session: onnxruntime.InferenceSession, name: str) -> NDArray[np.float16]:
+    """Tokens (2 n, T, d) of the tuning images and, behind them, of their Hilbert transforms."""
+    layout, indices, size = bench.facts.layout, bench.parts.tuning, bench.limits.batch
+
+    def batches() -> Iterator[NDArray[np.float32]]:
+        yield from bench.public.batches(indices, size)
+        for start in range(0, len(indices), size):
+            pixels = transformed_pixels(bench.public.pixels(indices[start : start + size]))
+            yield normalise(pixels, bench.public.rule)
+
+    path = bench.scratch / f"tokens {name} {2 * len(indices)}.npy"
+    return extract(session, batches(), (2 * len(indices), layout.count, layout.dim), path, f"Tokens, {name}")
+
+
+def _tuning_tokens(bench: Bench, plain: NDArray[np.float16], rng: np.random.Generator) -> TokenSet:
+    """Published: the float frontend's tokens, then those of the sent one and of the subsets'. Else the sent one's, then
+    those of the subsets' with the weight noise of some device."""
+    labels, frontends = bench.public.labels[bench.parts.tuning], []
+    if bench.tuning.published:
+        exact = _extract_union(bench, open_session(str(bench.file.float_path), bench.threads), "float32")
+        frontends = [exact, plain]
+    else:
+        frontends = [plain]
+    for number, each in enumerate(bench.tuning_frontends):
+        data = each.path.read_bytes()
+        if not bench.tuning.published and bench.plan.alpha > 0:
+            data = _noised(bench, data, each.records, rng)
+        frontends.append(_extract_union(bench, open_session(data, bench.threads), f"tuning frontend {number + 1}"))
+    return TokenSet(tuple(frontends), labels)
+
+
+def _tuning_channel(bench: Bench, channel: WireChannel) -> WireChannel | None:
+    return None if bench.tuning.published else channel
+
+
 def _extract_noisy(
     bench: Bench, indices: NDArray[np.int64], number: int, rng: np.random.Generator
 ) -> NDArray[np.float16]:
     """Tokens from a frontend with the weight noise of some device: one more random secret."""
-    return _extract(bench, open_session(_noised(bench, rng), bench.threads), indices, f"noisy frontend {number}")
+    data = _noised(bench, bench.file.data, bench.file.records, rng)
+    return _extract(bench, open_session(data, bench.threads), indices, f"noisy frontend {number}")
 
 
-def _noised(bench: Bench, rng: np.random.Generator) -> bytes:
-    """The frontend as some device runs it."""
+def _noised(bench: Bench, data: bytes, records: tuple[WeightRecord, ...], rng: np.random.Generator) -> bytes:
     secret = rng.bytes(32)
-    data, _, _ = noised_onnx(
-        bench.file.data, bench.file.records, bench.plan.alpha, lambda name: derive_key(secret, "weights", name)
-    )
-    return bytes(data)
+    noised, _, _ = noised_onnx(data, records, bench.plan.alpha, lambda name: derive_key(secret, "weights", name))
+    return bytes(noised)
 
 
-def _noisy_frontends(bench: Bench) -> int:
-    return bench.tuning.noisy_frontends if bench.file.records and bench.plan.alpha > 0 else 0
+def _has_weight_noise(bench: Bench) -> bool:
+    return bool(bench.file.records) and bench.plan.alpha > 0
 
 
 def _statistics(bench: Bench, tokens: NDArray[np.float16]) -> PublicTokens:
-    moments = TokenMoments(bench.facts.layout)
-    count = min(len(tokens), bench.limits.statistics_images)
-    for start in range(0, count, bench.limits.batch):
-        moments.add(tokens[start : min(start + bench.limits.batch, count)].astype(np.float32))
-    return moments.finish()
+    """Of at most `statistics_images` rows; refuses to leave patches out where nothing could fill them in."""
+    count, step = min(len(tokens), bench.limits.statistics_images), bench.limits.batch
+    public = measure_tokens(
+        bench.facts.layout, lambda: (tokens[start : min(start + step, count)] for start in range(0, count, step))
+    )
+    if public.spatial is None and bench.plan.sent_patches != "all":
+        raise UsageError(
+            f"--sent-patches {bench.plan.sent_patches} needs patches few enough to be filled in from each other, at "
+            f"most {SPATIAL_PATCHES_MAX}, found {bench.facts.layout.patches}",
+            "use --sent-patches all, or another --split",
+        )
+    return public
 
 
 def _could_answer(bench: Bench, head: tuple[Tensor, Tensor] | None) -> bool:
@@ -243,7 +288,10 @@ def _choose_rates(
     model = Classifier(copy.deepcopy(untuned.backend), linear_head(head.weight[kept], head.bias[kept]))
     inside = np.isin(tokens.labels, kept)
     rows = np.flatnonzero(inside)
-    tune(model, tokens, rows, kept, channel, bench.tuning, rng, bench.device, "Tuning without the held-out classes")
+    tune(
+        model, tokens, rows, kept, _tuning_channel(bench, channel), bench.tuning, rng, bench.device,
+        "Tuning without the held-out classes",
+    )  # fmt: skip
     tasks = _turned_tokens(bench, np.flatnonzero(~inside), rng)
     return choose_rates(model.backend, tasks, release, 0, bench.few_shot, rng, bench.device)
 
@@ -257,7 +305,9 @@ def _turned_tokens(bench: Bench, rows: NDArray[np.int64], rng: np.random.Generat
     labels = bench.public.labels[indices]
     most = bench.few_shot.shots + bench.few_shot.queries
     chosen = np.concatenate([rng.permutation(indices[labels == label])[:most] for label in np.unique(labels)])
-    data = _noised(bench, rng) if _noisy_frontends(bench) else bench.file.data
+    data = bench.file.data
+    if _has_weight_noise(bench):
+        data = _noised(bench, data, bench.file.records, rng)
     session = open_session(data, bench.threads)
     parts: list[list[NDArray[np.float16]]] = []
     with progress(total=len(chosen), description="Tokens of turned held-out images", unit="images") as bar:

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from contract.console import say
-from contract.errors import ExportError, UsageError
+from contract.errors import UsageError
 from contract.images import ImageRule
 from contract.manifest import digest, to_bytes
 from contract.signature import PrivateKey, key_id, sign
@@ -25,7 +25,8 @@ from exporter.backend_tuning import Bench, PreparedBackend, prepare_tuned, prepa
 from exporter.checkpoint import create_model, image_rule, own_head
 from exporter.few_shot import FewShotSettings
 from exporter.frontend_file import Halves, make_frontend_file
-from exporter.models import family_of
+from exporter.masked_frontend import masked_frontend
+from exporter.models import Facts, family_of
 from exporter.package import (
     GOLDEN_NAME,
     ONNX_NAME,
@@ -37,11 +38,13 @@ from exporter.package import (
     write_package,
     write_tensors,
 )
+from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
 from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
-from exporter.split import check_cut, default_cut, split_model
+from exporter.split import check_cut, split_tokens, usual_cut
 from exporter.tune import TuneSettings
+from exporter.tuning_frontends import make_tuning_frontends
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,33 @@ def export(
     model = create_model(plan)
     family_name, family = family_of(model)
     facts = family.facts(model)
-    if facts.layout is None:
-        raise ExportError(
-            f"{plan.model} has no tokens to add noise to: a frozen frontend is exported for vision transformers alone",
-            "choose vit_* or deit_*, or a strategy that trains its client part",
-        )
-    plan = replace(
-        plan, split=_cut(plan.split, facts.depth), version=version, name=plan.name or _name(plan, facts.depth)
-    )
+    k = _cut(plan.split, facts)
+    plan = replace(plan, split=k, version=version, name=plan.name or _name(plan.model, k))
     rule = image_rule(model, facts.input_shape)
     rng = np.random.default_rng(plan.seed)
     public = _public_set(plan, rule, limits, rng)
     parts = divide(len(public), limits, plan.limit_tuning, rng)
-    frontend, backend = split_model(model, plan.split)
-    halves = Halves(model, frontend, backend, facts, family.fold_sites(frontend))
+    frontend, backend, layout = split_tokens(model, k)
+    facts = replace(facts, layout=layout)
     head = own_head(model)
+    runs = masked_frontend(frontend) if plan.masked else frontend
+    halves = Halves(model, runs, backend, head, facts, family.fold_sites(frontend))
     with staging(output) as staged:
         write_tensors(staged.backend / "backend_original.safetensors", backend.state_dict())
         write_tensors(staged.backend / "frontend.safetensors", frontend.state_dict())
         started_s = time.monotonic()
+        extra = make_tuning_frontends(
+            halves, plan, public, parts, limits, surroundings.threads, staged.scratch, tuning.subsets, rng
+        )
         file = make_frontend_file(halves, plan, public, parts, limits, surroundings.threads, staged.scratch)
         frontend_s = time.monotonic() - started_s
-        del model, frontend, halves  # the frontend's weights are in the file now
+        del model, frontend, runs, halves  # the frontend's weights are in the file now
         bench = Bench(
             plan, file, facts, public, parts, limits, surroundings.threads, staged.scratch, surroundings.device,
-            tuning, few_shot,
+            tuning, few_shot, extra,
         )  # fmt: skip
         prepared = _prepare(bench, backend, head, rng)
+        bench = _gated(bench, prepared)
         figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench)})
         signer = key_id(surroundings.signer.public_key())
@@ -118,20 +121,20 @@ def export(
     return Report(str(output), plan.name, version, package_digest, signer, len(file.data), figures)
 
 
-def _cut(wanted: int | None, depth: int) -> int:
-    k = default_cut(depth) if wanted is None else wanted
+def _cut(wanted: int | None, facts: Facts) -> int:
+    usual, depth = usual_cut(facts), facts.depth
+    k = usual if wanted is None else wanted
     check_cut(k, depth)
-    if 2 * k <= depth:
+    if 2 * k <= depth and k < usual:
         say(
-            f"warning: --split {k} leaves {depth - k} of {depth} blocks on the server; tokens that early still hold "
-            f"much of the picture (two thirds would be {default_cut(depth)})"
+            f"warning: --split {k} leaves {depth - k} of {depth} layers on the server; tokens that early still hold "
+            f"much of the picture (usual for this model: {usual})"
         )
     return k
 
 
-def _name(plan: ExportPlan, depth: int) -> str:
-    k = default_cut(depth) if plan.split is None else plan.split
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{plan.model}-{k}")
+def _name(model: str, k: int) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{model}-{k}")
 
 
 def _public_set(plan: ExportPlan, rule: ImageRule, limits: Limits, rng: np.random.Generator) -> PublicSet:
@@ -161,3 +164,13 @@ def _prepare(
     if bench.plan.tune == "none":
         return prepare_untuned(bench, backend, head)
     return prepare_tuned(bench, copy.deepcopy(backend), head, rng)
+
+
+def _gated(bench: Bench, prepared: PreparedBackend) -> Bench:
+    """The same bench, marked as forced where too many answers were lost. Raises GateError unless that is accepted."""
+    top1 = prepared.accuracies
+    if bench.file.figures is None:
+        return bench
+    forced = gate_top1(top1.float32, top1.int8, top1.tuned_noisy, len(bench.parts.evaluation), bench.limits,
+                       bench.plan.force)  # fmt: skip
+    return replace(bench, file=replace(bench.file, forced=bench.file.forced or forced))

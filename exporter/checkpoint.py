@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from contract.errors import ExportError, UsageError, suggest
 from contract.images import INTERPOLATIONS, MAX_PIXELS, ImageRule
 from exporter.architecture import create
+from exporter.models.vit import has_two_heads
 from exporter.plan import ExportPlan
 
 ModelArgs = Mapping[str, object]
@@ -28,25 +29,33 @@ def create_model(plan: ExportPlan) -> nn.Module:
 
     Raises UsageError for a name timm does not know, ExportError when timm or the weights refuse.
     """
-    architecture = plan.model.split(".")[0]
+    torch.manual_seed(plan.seed)
+    model = create_named(plan.model, plan.pretrained, dict(plan.model_args))
+    if plan.weights is not None:
+        load_weights(model, read_state(Path(plan.weights)), plan.weights)
+    return model.float().eval()
+
+
+def create_named(name: str, pretrained: bool, arguments: ModelArgs) -> nn.Module:
+    """timm's model on torch's current device.
+
+    Raises UsageError for a name timm does not know, ExportError when timm refuses.
+    """
+    architecture = name.split(".")[0]
     if not timm.is_model(architecture):
         raise UsageError(
-            f"timm {timm.__version__} has no model {plan.model!r}{suggest(architecture, timm.list_models())}",
-            "choose a name from timm.list_models(), vit_*, deit_*, resnet* and vgg* can be split",
+            f"timm {timm.__version__} has no model {name!r}{suggest(architecture, timm.list_models())}",
+            "choose a name from timm.list_models(); vit_*, deit_*, swin_*, resnet* and vgg* can be split",
         )
-    torch.manual_seed(plan.seed)
     try:
-        model = create(plan.model, plan.pretrained, dict(plan.model_args))
+        return create(name, pretrained, arguments)
     except ExportError:
         raise
     except Exception as error:  # timm, torch and the hub client raise anything here
         raise ExportError(
-            f"timm could not make {plan.model} with {dict(plan.model_args)}: {_first_line(error)}",
+            f"timm could not make {name} with {dict(arguments)}: {_first_line(error)}",
             "check --model-arg against timm.create_model; --pretrained needs access to timm's model hub",
         ) from error
-    if plan.weights is not None:
-        load_weights(model, read_state(Path(plan.weights)), plan.weights)
-    return model.float().eval()
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -126,14 +135,21 @@ def image_rule(model: nn.Module, input_shape: tuple[int, int, int]) -> ImageRule
 def own_head(model: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Weight (C, d) and bias (C,) of a head that is one linear layer over the backend's features, else None.
 
-    A distilled model's two heads read two different tokens and are none.
+    A distilled model's two heads, whose mean is the answer, are one over the features of both tokens.
     """
     head = getattr(model, "head", None) or getattr(model, "fc", None)
     head = getattr(head, "fc", head)
-    if not isinstance(head, nn.Linear) or isinstance(getattr(model, "head_dist", None), nn.Linear):
+    if not isinstance(head, nn.Linear):
         return None
-    bias = torch.zeros(head.out_features) if head.bias is None else head.bias.detach()
-    return head.weight.detach().clone(), bias.clone()
+    if has_two_heads(model):
+        heads = (head, model.head_dist)
+        weight = torch.cat([each.weight.detach() for each in heads], dim=1) / 2
+        return weight, torch.stack([_bias_of(each) for each in heads]).mean(dim=0)
+    return head.weight.detach().clone(), _bias_of(head)
+
+
+def _bias_of(head: nn.Linear) -> Tensor:
+    return torch.zeros(head.out_features) if head.bias is None else head.bias.detach().clone()
 
 
 def _first_line(error: Exception) -> str:

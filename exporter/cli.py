@@ -22,11 +22,13 @@ from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
+from contract.tokens import KEPT
 from contract.training import HOLDS
 from exporter.plan import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMISERS,
+    QUANTIZERS,
     TUNES,
     ExportPlan,
     Limits,
@@ -41,17 +43,32 @@ from exporter.plan import (
 FIELDS = (
     Field("model", str, REQUIRED, "timm model name, such as vit_large_patch16_224"),
     Field("model_args", dict, {}, "arguments of timm.create_model, such as img_size and num_classes"),
-    Field("split", int, None, "blocks on the device; default: two thirds of the depth"),
+    Field("split", int, None, "layers on the device; default: two thirds, with Swin all stages but one"),
     Field("int8", bool, False, "quantize the frontend to INT8"),
+    Field(
+        "quantizer",
+        str,
+        "default",
+        "default: min-max by channel, outliers evened out; searched: with a search for scales, kept where it helps; "
+        "paper: as SA published it",
+    ),  # fmt: skip
+    Field("masked", bool, False, "let devices run any choice of an image's patches, the others at no cost"),
     Field("calibration", Path, None, "folder of public images, one folder per class if the backend is to be tuned"),
     Field("weights", Path, None, "safetensors file or torch state dict"),
     Field("pretrained", bool, False, "take timm's own weights from its hub"),
     Field("output", Path, REQUIRED, "folder of the package; the backend goes beside it as <output>.backend"),
-    Field("tune", str, "noise-aware", "noise-aware: tune the backend for the noise that devices add; none: do not"),
+    Field(
+        "tune",
+        str,
+        "noise-aware",
+        "noise-aware: tune the backend for devices' noise; paper: as published; none: do not",
+    ),
     Field("opset", int, 20, "ONNX operator set, 17 or more"),
     Field("alpha", float, 0.1, "relative strength of the devices' weight noise"),
     Field("kappa", float, 0.25, "default strength of the feature noise, in standard deviations per channel"),
     Field("kappa_max", float, 1.0, "strongest feature noise that the backend is tuned for"),
+    Field("sent_patches", str, "all", "patch tokens that devices send; the server fills the others in"),
+    Field("prefix_noise", float, 1.0, "noise of the class token, as a share of the patches'"),
     Field("name", str, None, "name of the package; default: model and split"),
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
     Field("seed", int, 0, "seed of everything random"),
@@ -75,11 +92,12 @@ FIELDS = (
     ),  # fmt: skip
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
 )
-_CHOICES = {"tune": TUNES, "for": tuple(HOLDS), "optimiser": OPTIMISERS, "gradient": GRADIENTS,
-            "activations": ACTIVATIONS}  # fmt: skip
+_CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
+            "gradient": GRADIENTS, "activations": ACTIVATIONS}  # fmt: skip
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
                 "recompute", "keep_patches")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
+_SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE"}
 _MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
 
@@ -91,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.list_splits is not None:
+        return _list_splits(arguments.list_splits, _model_args(arguments.model_arg) or {}, arguments.format)
     flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg)}
     file = find_file(arguments.config, Path.cwd())
     settings = resolve("export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file)
@@ -107,6 +127,17 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _list_splits(model: str, model_args: Mapping[str, ModelArg], form: str) -> int:
+    from exporter.list_splits import list_splits, table
+
+    found = list_splits(model, model_args)
+    if form == "json":
+        print_document("splits", asdict(found))
+    else:
+        print("\n".join(table(found)))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="export-frontend", description=__doc__.splitlines()[0])
     for field in FIELDS:
@@ -119,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
             choices = _CHOICES.get(field.name)
             metavar = None if choices else _METAVARS.get(field.name, field.type.__name__.upper())
             parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=_help(field))
+    parser.add_argument("--list-splits", metavar="MODEL", help=_SPLITS_HELP)
     parser.add_argument("--force", action="store_true", help="publish although INT8 is outside its limits; recorded")
     parser.add_argument("--release-whole-model", action="store_true", help=_RELEASE_HELP)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
@@ -217,7 +249,7 @@ def _export(plan: ExportPlan):
     from exporter.build import Surroundings, export
     from exporter.few_shot import FewShotSettings
     from exporter.training_package import export_training
-    from exporter.tune import TuneSettings
+    from exporter.tune import settings_for
 
     surroundings = Surroundings(
         signer=_signer(plan),
@@ -227,7 +259,7 @@ def _export(plan: ExportPlan):
     )
     if plan.training is not None:
         return export_training(plan, surroundings)
-    return export(plan, surroundings, Limits(), TuneSettings(), FewShotSettings())
+    return export(plan, surroundings, Limits(), settings_for(plan.tune), FewShotSettings())
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:

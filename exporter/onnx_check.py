@@ -14,6 +14,7 @@ import onnx
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from contract.errors import GateError
+from exporter.masked_frontend import KEEP_NAME
 from exporter.onnx_graph import INPUT_NAME, IR_VERSION, OUTPUT_NAME
 
 SIZE_LIMIT_BYTES = 2_000_000_000  # protobuf's own limit; above it weights would need a second file
@@ -26,9 +27,10 @@ class Expected:
 
     opset: int
     input_shape: tuple[int, int, int]
-    output_shape: tuple[int, int]  # (T, d)
+    output_shape: tuple[int, int]  # (T, d); T = 0 where it is symbolic
     layer_norms: int
     quantized: tuple[str, ...]  # linear layers that must be INT8; empty for a float file
+    masked: bool = False  # `keep` (batch, kept) is an input, too
 
 
 def check_file(data: bytes, expected: Expected) -> None:
@@ -60,19 +62,17 @@ def _form(model: ModelProto, expected: Expected) -> Iterator[str]:
         yield f"expected opset {expected.opset} alone, found {versions}"
     if model.ir_version != IR_VERSION:
         yield f"expected IR version {IR_VERSION}, found {model.ir_version}"
-    ends = (
-        (model.graph.input, INPUT_NAME, expected.input_shape),
-        (model.graph.output, OUTPUT_NAME, expected.output_shape),
-    )
-    for values, name, shape in ends:
-        if [value.name for value in values] != [name]:
-            yield f"expected {name} alone at this end, found {[value.name for value in values]}"
+    inputs = {INPUT_NAME: expected.input_shape} | ({KEEP_NAME: (0,)} if expected.masked else {})
+    for values, shapes in ((model.graph.input, inputs), (model.graph.output, {OUTPUT_NAME: expected.output_shape})):
+        if [value.name for value in values] != list(shapes):
+            yield f"expected {' and '.join(shapes)} alone at this end, found {[value.name for value in values]}"
             continue
-        dims = values[0].type.tensor_type.shape.dim
-        if not dims or not dims[0].dim_param:
-            yield f"the batch size of {name} is fixed, it must be symbolic"
-        if tuple(each.dim_value for each in dims[1:]) != tuple(shape):
-            yield f"expected {name} (batch, {shape}), found {[each.dim_param or each.dim_value for each in dims]}"
+        for value, (name, shape) in zip(values, shapes.items(), strict=True):
+            dims = value.type.tensor_type.shape.dim
+            if not dims or not dims[0].dim_param:
+                yield f"the batch size of {name} is fixed, it must be symbolic"
+            if tuple(each.dim_value for each in dims[1:]) != tuple(shape):
+                yield f"expected {name} (batch, {shape}), found {[each.dim_param or each.dim_value for each in dims]}"
 
 
 def _self_contained(model: ModelProto) -> Iterator[str]:

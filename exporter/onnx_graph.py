@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,35 +19,21 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from torch import nn
 
 from contract.errors import ExportError
+from exporter.masked_frontend import KEEP_NAME, MaskedFrontend, state_patches
+from exporter.models._inference import inference_mode
 from exporter.quantize import linear_layers
 
 INPUT_NAME = "images"
 OUTPUT_NAME = "tokens"
 IR_VERSION = 10  # onnxruntime 1.19 and TensorRT 10 load it
 _TRACED_BATCH = 2  # torch.export takes sizes 0 and 1 for constants (pytorch#157621)
-
-
-@contextlib.contextmanager
-def inference_mode(module: nn.Module) -> Iterator[None]:
-    """Inference mode and plain attention inside the block; every submodule gets its own mode back afterwards."""
-    modes = [(each, each.training) for each in module.modules()]
-    fused = [(each, each.fused_attn) for each in module.modules() if hasattr(each, "fused_attn")]
-    try:
-        module.eval()
-        for each, _ in fused:
-            each.fused_attn = False
-        with torch.no_grad():
-            yield
-    finally:
-        for each, training in modes:
-            each.training = training
-        for each, value in fused:
-            each.fused_attn = value
+_TRACED_KEPT = 3
 
 
 def export_float(frontend: nn.Module, input_shape: tuple[int, int, int], opset: int) -> ModelProto:
     """Float32 graph `images` (batch, 3, h, w) -> `tokens` (batch, T, d) with a symbolic batch.
 
+    A MaskedFrontend's takes `keep` (batch, kept) int64 as well.
     Every linear layer's weight is an initializer `<path>.weight` (K, N) of its own, its bias `<path>.bias` (N,).
 
     Raises ExportError when torch cannot trace the frontend, or the graph lacks one of its linear layers.
@@ -60,23 +45,30 @@ def export_float(frontend: nn.Module, input_shape: tuple[int, int, int], opset: 
         fold_weight_transposes,
         lambda traced: own_linear_weights(traced, linear_layers(frontend)),
         plain_reshapes,
+        drop_empty_pads,
         drop_unused_initializers,
         name_nodes,
     )
     for each in passes:
         each(model)
+    if isinstance(frontend, MaskedFrontend):
+        state_patches(model, frontend.patches)
     return model
 
 
 def _trace(frontend: nn.Module, input_shape: tuple[int, int, int], opset: int) -> ModelProto:
-    example = torch.zeros(_TRACED_BATCH, *input_shape)
+    batch = torch.export.Dim("batch")
+    example, names, sizes = [torch.zeros(_TRACED_BATCH, *input_shape)], [INPUT_NAME], [{0: batch}]
+    if isinstance(frontend, MaskedFrontend):
+        example.append(torch.zeros(_TRACED_BATCH, _TRACED_KEPT, dtype=torch.int64))
+        names.append(KEEP_NAME)
+        sizes.append({0: batch, 1: torch.export.Dim("kept")})
     with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript"):
         warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
-                frontend, (example,), dynamo=True, opset_version=opset, verbose=False,
-                input_names=[INPUT_NAME], output_names=[OUTPUT_NAME],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                frontend, tuple(example), dynamo=True, opset_version=opset, verbose=False,
+                input_names=names, output_names=[OUTPUT_NAME], dynamic_shapes=tuple(sizes),
             )  # fmt: skip
             return program.model_proto
         except (RuntimeError, TypeError, ValueError, torch.onnx.errors.OnnxExporterError) as error:
@@ -207,6 +199,17 @@ def plain_reshapes(model: ModelProto) -> None:
                 node.attribute.extend(kept)
 
 
+def drop_empty_pads(model: ModelProto) -> None:
+    """Take out Pad nodes that add nothing: Swin pads to whole windows, at sizes that mostly are whole."""
+    stored = {each.name: each for each in model.graph.initializer}
+    for node in list(model.graph.node):
+        pads = stored.get(node.input[1]) if node.op_type == "Pad" else None
+        if pads is not None and not numpy_helper.to_array(pads).any():
+            for user in model.graph.node:
+                user.input[:] = [node.input[0] if name == node.output[0] else name for name in user.input]
+            model.graph.node.remove(node)
+
+
 def drop_unused_initializers(model: ModelProto) -> None:
     """Remove stored arrays that no node reads: runtimes warn about them."""
     used = {name for node in model.graph.node for name in node.input}
@@ -229,18 +232,3 @@ def add_initializer(graph: GraphProto, name: str, values: NDArray[np.generic]) -
     kind = helper.np_dtype_to_tensor_dtype(values.dtype)
     raw = np.ascontiguousarray(values).tobytes()
     graph.initializer.append(helper.make_tensor(name, kind, values.shape, raw, raw=True))
-
-
-def count_macs(model: ModelProto, layout_tokens: int, frontend: nn.Module) -> int:
-    """Multiply-accumulates for one image: linear layers, patch embedding, and both products of every attention."""
-    stored = {each.name: each for each in model.graph.initializer}
-    total = 0
-    for node in model.graph.node:
-        if node.op_type == "MatMul" and node.input[1] in stored:
-            total += layout_tokens * math.prod(stored[node.input[1]].dims)
-    patches = layout_tokens - int(getattr(frontend, "num_prefix_tokens", 0))
-    for node in model.graph.node:
-        if node.op_type == "Conv":
-            total += patches * math.prod(stored[node.input[1]].dims)
-    heads = [module for module in frontend.modules() if hasattr(module, "attn_dim")]
-    return total + sum(2 * layout_tokens**2 * int(module.attn_dim) for module in heads)

@@ -89,13 +89,13 @@ class Int8Figures:
     channel_bias: float  # mean error of the worst channel, in units of its ordinary error
     int8_share: float  # of matrix weights
     float_weights: tuple[str, ...]
-    linear_layers: int
-    int8_kernels: int  # linear layers that onnxruntime executed as INT8
+    linear_layers: int  # and convolutions, that are quantized
+    int8_kernels: int  # of these, how many onnxruntime executed as INT8
 
     def __str__(self) -> str:
         return (
             f"INT8 at the cut: SNR {self.snr_db:.1f} dB, cosine {self.cosine:.5f}, worst channel {self.worst_channel} "
-            f"with bias {self.channel_bias:.2f}, {self.int8_kernels} of {self.linear_layers} linear layers in INT8 "
+            f"with bias {self.channel_bias:.2f}, {self.int8_kernels} of {self.linear_layers} layers in INT8 "
             f"kernels, {100 * self.int8_share:.1f} % of matrix weights INT8"
         )
 
@@ -121,8 +121,8 @@ def channel_bias(reference: Floats, found: Floats) -> tuple[int, float]:
 
 
 def count_int8_layers(kernels: Mapping[str, int]) -> int:
-    """Linear layers that ran as INT8, from the operators that onnxruntime executed."""
-    return sum(count for name, count in kernels.items() if name in INT8_KERNELS)
+    """Linear layers and convolutions that ran as INT8, from the operators that onnxruntime executed."""
+    return sum(count for name, count in kernels.items() if name in (*INT8_KERNELS, "QLinearConv"))
 
 
 def gate_int8(figures: Int8Figures, limits: Limits, force: bool) -> bool:
@@ -132,7 +132,7 @@ def gate_int8(figures: Int8Figures, limits: Limits, force: bool) -> bool:
     """
     if figures.int8_kernels < figures.linear_layers or not figures.int8_share >= limits.int8_share:
         raise GateError(
-            f"expected all linear layers in INT8 kernels, {limits.int8_share:.0%} of matrix weights INT8. {figures}",
+            f"expected all quantized layers in INT8 kernels, {limits.int8_share:.0%} of matrix weights INT8. {figures}",
             "nothing was written; export without --int8, or report the model",
         )
     good = figures.snr_db >= limits.int8_snr_db and figures.channel_bias <= _CHANNEL_BIAS_LIMIT
@@ -143,3 +143,29 @@ def gate_int8(figures: Int8Figures, limits: Limits, force: bool) -> bool:
             "give more and typical images with --calibration, export without --int8, or accept it with --force",
         )
     return not good
+
+
+def gate_top1(float32: float | None, int8: float | None, noisy: float | None, images: int, limits: Limits,
+              force: bool) -> bool:  # fmt: skip
+    """True when INT8, or INT8 under the planned noise, lost too many right answers and that was forced.
+
+    Shares of right answers on the same held-out images; what was not measured (None) is not judged. Up to two images
+    may always be lost: on few of them a limit in percent means nothing.
+
+    Raises GateError with all figures.
+    """
+    if float32 is None:
+        return False
+    faults = []
+    allowed = max(limits.int8_top1_loss * images, 2.0)
+    if int8 is not None and not (float32 - int8) * images <= allowed + 1e-6:
+        faults.append(f"INT8 answers {int8:.1%} (at most {limits.int8_top1_loss:.1%} less is allowed)")
+    if noisy is not None and not noisy >= limits.noisy_top1_share * float32 - 2.0 / max(images, 1):
+        faults.append(f"INT8 with noise {noisy:.1%} (at least {limits.noisy_top1_share:.0%} of float32's is asked for)")
+    if faults and not force:
+        raise GateError(
+            f"of {images} held-out images float32 answers {float32:.1%} rightly, " + ", ".join(faults),
+            "give more and typical images with --calibration, lower --kappa or --alpha, export without --int8, or "
+            "accept it with --force",
+        )
+    return bool(faults)

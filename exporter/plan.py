@@ -10,11 +10,13 @@ import re
 from dataclasses import asdict, dataclass
 
 from contract.errors import UsageError, suggest
+from contract.tokens import KEPT, Kept, SentRule
 from contract.training import HOLDS, AugmentRule, Holds, OptimiserRule, Precision
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
-TUNES = ("noise-aware", "none")
+QUANTIZERS = ("default", "searched", "paper")
+TUNES = ("noise-aware", "paper", "none")
 OPTIMISERS = ("sgd", "adamw")
 GRADIENTS = ("float32", "float16", "int8")
 ACTIVATIONS = ("float32", "float16")
@@ -31,10 +33,13 @@ class Limits:
     evaluation_images: int = 500
     compared_images: int = 8  # for the signal-to-noise ratio at the cut
     synthetic_images: int = 10
+    searched_images: int = 16  # that a search for scales must do better on
     batch: int = 4  # more a run is slower per image: intermediates leave the cache
     golden_images: int = 4
     int8_share: float = 0.97
     int8_snr_db: float = 20.0
+    int8_top1_loss: float = 0.02  # against float32, on held-out public images
+    noisy_top1_share: float = 0.25  # of float32's top-1 that must be left under the planned noise
 
 
 @dataclass(frozen=True)
@@ -132,19 +137,40 @@ class ExportPlan:
     force: bool
     output: str
     training: TrainingChoices | None = None
+    quantizer: str = "default"
+    sent_patches: Kept = "all"  # which patch tokens devices send
+    prefix_noise: float = 1.0  # share of the patches' noise that prefix tokens get
+    masked: bool = False  # the frontend takes the patches to run as a second input
 
     def __post_init__(self) -> None:
+        known = ", ".join(QUANTIZERS)
+        _require(self.quantizer in QUANTIZERS, f"quantizer must be one of {known}, found {self.quantizer!r}")
         _require(self.tune in TUNES, f"tune must be one of {', '.join(TUNES)}, found {self.tune!r}")
+        if self.tune == "paper" and not self.int8:
+            raise UsageError("--tune paper mixes quantized frontends, and this one stays float32", "add --int8")
         _require(not (self.weights and self.pretrained), "expected --weights or --pretrained, found both")
         _require(self.opset >= 17, f"opset must be 17 or more (LayerNormalization), found {self.opset}")
         _require(0.0 <= self.alpha <= 1.0, f"alpha must lie in 0..1, found {self.alpha}")
         _require(0.0 <= self.kappa <= self.kappa_max, f"kappa must lie in 0..kappa-max, found {self.kappa}")
+        known = ", ".join(KEPT)
+        _require(self.sent_patches in KEPT, f"sent-patches must be one of {known}, found {self.sent_patches!r}")
+        _require(0.0 <= self.prefix_noise <= 1.0, f"prefix-noise must lie in 0..1, found {self.prefix_noise}")
         _require(self.version is None or self.version >= 1, f"version must be 1 or more, found {self.version}")
         _require(self.limit_tuning >= 1, f"limit-tuning must be 1 or more, found {self.limit_tuning}")
         if self.training is not None and self.int8:
             raise UsageError(
                 f"--int8 is for frontends; {self.training.strategy} trains its part in float32", "leave out --int8"
             )
+        _require(self.int8 or self.quantizer == "default", "quantizer was given, but not --int8")
+        if self.training is not None and self.masked:
+            raise UsageError(
+                f"--masked is for frontends; {self.training.strategy} masks with --keep-patches", "leave out --masked"
+            )
+
+    @property
+    def sent(self) -> SentRule:
+        """As the manifest says it."""
+        return SentRule(self.sent_patches, self.prefix_noise)
 
     def document(self) -> dict[str, object]:
         """The plan as it is stored with the backend, from which a server builds the model again."""

@@ -15,7 +15,6 @@ import numpy as np
 from contract.images import ImageRule
 from contract.manifest import FORMAT, Cut, EngineNeeds, FileRecord, LabelMode, Manifest, Quantization, TransformRules
 from exporter.backend_tuning import Bench, PreparedBackend
-from exporter.frontend_file import RECIPE
 from exporter.onnx_graph import INPUT_NAME, IR_VERSION, OUTPUT_NAME
 from exporter.package import ONNX_NAME, golden_bytes, write_arrays, write_document, write_table, write_tensors
 from exporter.plan import ExportPlan
@@ -57,7 +56,7 @@ def manifest_of(
     cut = Cut(
         index=plan.split, depth=facts.depth, onnx=ONNX_NAME, input_name=INPUT_NAME, output_name=OUTPUT_NAME,
         input_shape=facts.input_shape, macs=bench.file.macs, tokens=facts.layout,
-        statistics=prepared.public_tokens.statistics, weights=bench.file.records,
+        statistics=prepared.public_tokens.statistics, weights=bench.file.records, sent=plan.sent,
     )  # fmt: skip
     return Manifest(
         format=FORMAT, name=plan.name, version=plan.version, model=plan.model, family=family, cuts=(cut,),
@@ -90,7 +89,7 @@ def _quantization(bench: Bench) -> Quantization:
     if measured is None:
         return Quantization("float32", (calibrated_on,), 0.0, (), None, 1.0, False)
     return Quantization(
-        scheme="w8a8", recipe=(*RECIPE, calibrated_on), int8_share=measured.int8_share,
+        scheme="w8a8", recipe=(*bench.file.recipe, calibrated_on), int8_share=measured.int8_share,
         float_weights=measured.float_weights, snr_db=measured.snr_db, cosine=measured.cosine, forced=bench.file.forced,
     )  # fmt: skip
 

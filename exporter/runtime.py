@@ -15,6 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from contract.errors import ExportError
+from exporter.masked_frontend import KEEP_NAME, PATCHES_KEY
 from exporter.onnx_graph import INPUT_NAME, OUTPUT_NAME
 
 INT8_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm", "MatMulInteger", "DynamicQuantizeMatMul")
@@ -53,8 +54,12 @@ def _saturates(cpu_facts: str) -> bool:
 
 
 def run_tokens(session: onnxruntime.InferenceSession, images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Tokens (B, T, d) of normalised images (B, 3, h, w)."""
-    return session.run([OUTPUT_NAME], {INPUT_NAME: images})[0]
+    """Tokens (B, T, d) of normalised images (B, 3, h, w), of every patch where the file takes a choice."""
+    feed: dict[str, NDArray[np.generic]] = {INPUT_NAME: images}
+    patches = session.get_modelmeta().custom_metadata_map.get(PATCHES_KEY)
+    if patches is not None:
+        feed[KEEP_NAME] = np.tile(np.arange(int(patches)), (len(images), 1))
+    return session.run([OUTPUT_NAME], feed)[0]
 
 
 def executed_kernels(model: str | bytes, images: NDArray[np.float32], folder: Path) -> Mapping[str, int]:

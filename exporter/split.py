@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from contract.errors import ExportError, UsageError
+from contract.tokens import TokenLayout
 from exporter.architecture import create
-from exporter.models import family_of
+from exporter.models import Facts, family_of
+from exporter.models._maps import MapBackend, MapFrontend
 
 
 def default_cut(depth: int) -> int:
     """Two thirds of the layers on the device (SA 1.1, K = round(2/3 L))."""
     return max(1, min(depth - 1, round(depth * 2 / 3)))
+
+
+def usual_cut(facts: Facts) -> int:
+    """Where a model is cut when nobody says where: its family's place, else two thirds of the layers."""
+    return facts.usual_cut or default_cut(facts.depth)
 
 
 def check_cut(k: int, depth: int) -> None:
@@ -32,8 +39,8 @@ def check_cut(k: int, depth: int) -> None:
 def split_model(model: nn.Module, k: int) -> tuple[nn.Module, nn.Module]:
     """Halves of a whole model, sharing its parameters; the model itself is not changed.
 
-    Frontend: images (B, 3, h, w) -> tokens (B, T, d), or features (B, C, h', w') of a convolutional network. Backend:
-    from there to the pooled features (B, f) that the head receives.
+    Frontend: images (B, 3, h, w) -> tokens (B, T, d), or features (B, C, h', w') of a convolutional network, which is
+    what parts that devices train are made of. Backend: from there to the pooled features (B, f) that the head receives.
 
     Raises UsageError for an impossible cut, ExportError for a model of no known family.
     """
@@ -43,6 +50,20 @@ def split_model(model: nn.Module, k: int) -> tuple[nn.Module, nn.Module]:
     return frontend, backend
 
 
+def split_tokens(model: nn.Module, k: int) -> tuple[nn.Module, nn.Module, TokenLayout]:
+    """Halves that meet in tokens (B, T, d) whatever the family, and what these are: what frozen frontends send.
+
+    Features (B, C, h, w) of a convolutional network are a grid of tokens (B, h w, C) here.
+
+    Raises UsageError for an impossible cut, ExportError for a model of no known family.
+    """
+    frontend, backend = split_model(model, k)
+    layout = family_of(model)[1].layouts(model)[k - 1]
+    if isinstance(frontend, MapFrontend) and isinstance(backend, MapBackend):
+        frontend.as_tokens, backend.grid = True, layout.grid
+    return frontend, backend, layout
+
+
 def backend_state(model: nn.Module, k: int) -> dict[str, Tensor]:
     """The part of the whole model's state that the backend owns, under timm's names, detached on the CPU."""
     _, backend = split_model(model, k)
@@ -50,7 +71,7 @@ def backend_state(model: nn.Module, k: int) -> dict[str, Tensor]:
 
 
 def build_backend(model_name: str, model_args: Mapping[str, object], k: int) -> nn.Module:
-    """An empty backend to load a state dict into, built without ever allocating the frontend.
+    """An empty backend for tokens to load a state dict into, built without ever allocating the frontend.
 
     Its parameters hold no meaningful values until `load_state_dict(state)` has filled every one of them.
 
@@ -64,11 +85,13 @@ def build_backend(model_name: str, model_args: Mapping[str, object], k: int) -> 
             f"timm could not build {model_name} with {dict(model_args)}: {error}",
             "use the timm version that made this package, or export it again",
         ) from error
-    _, backend = split_model(model, k)
-    missing = {name for name, _ in backend.named_buffers()} - set(backend.state_dict())
+    _, backend, _ = split_tokens(model, k)
+    backend = backend.to_empty(device="cpu").eval()
+    filled = family_of(model)[1].fill_buffers(backend)
+    missing = {name for name, _ in backend.named_buffers()} - set(backend.state_dict()) - filled
     if missing:
         raise ExportError(
             f"the backend of {model_name} keeps tensors outside its state dict: {', '.join(sorted(missing))}",
             "choose a model whose buffers are all persistent",
         )
-    return backend.to_empty(device="cpu").eval()
+    return backend

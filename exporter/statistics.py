@@ -5,13 +5,17 @@ Running the frontend is left to the caller; the noise and filter laws are contra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import ExportError
 from contract.tokens import Statistics, TokenLayout
+from contract.wiener import SpatialStatistics, group_count, positive_sigma
+
+SPATIAL_PATCHES_MAX = 1024  # covariances between positions take up to 4 bytes * d / 32 * N^2
 
 Doubles = NDArray[np.float64]
 
@@ -28,11 +32,32 @@ class PublicTokens:
     mean_patch: Doubles
     covariance_prefix: Doubles
     covariance_patch: Doubles
+    spatial: SpatialStatistics | None = None  # None: too many patches for covariances between them
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
         """As stored in statistics.safetensors."""
         names = ("mean_prefix", "mean_patch", "covariance_prefix", "covariance_patch")
-        return {name: getattr(self, name).astype(np.float32) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        if self.spatial is not None:
+            found |= {"mean_positions" if name == "mean" else name: each for name, each in vars(self.spatial).items()}
+        return {name: np.ascontiguousarray(each, np.float32) for name, each in found.items()}
+
+
+def measure_tokens(layout: TokenLayout, batches: Callable[[], Iterable[NDArray[np.floating]]]) -> PublicTokens:
+    """Statistics of all tokens (B, T, d) in the batches, which are gone through twice: channels, then positions.
+
+    Raises ExportError when a token is not finite.
+    """
+    moments = TokenMoments(layout)
+    for batch in batches():
+        moments.add(batch.astype(np.float32))
+    public = moments.finish()
+    if layout.patches > SPATIAL_PATCHES_MAX:
+        return public
+    positions = PositionMoments(layout, public)
+    for batch in batches():
+        positions.add(batch)
+    return replace(public, spatial=positions.finish())
 
 
 class TokenMoments:
@@ -98,3 +123,59 @@ class _Moments:
 def _floats(values: Doubles) -> tuple[float, ...]:
     """As the manifest states them: float32 values, so that every machine computes with the same numbers."""
     return tuple(float(each) for each in values.astype(np.float32))
+
+
+class PositionMoments:
+    """How components of patch tokens vary together over the positions, accumulated like `TokenMoments`.
+
+    Components are those of contract.wiener.SpatialStatistics: channels over their standard deviation, turned so that
+    they are uncorrelated. Memory is groups * N^2 + N d.
+    """
+
+    def __init__(self, layout: TokenLayout, public: PublicTokens) -> None:
+        self._layout, self._mean = layout, public.mean_patch
+        self._sigma = positive_sigma(public.statistics.sigma_patch)
+        self._energies, vectors = np.linalg.eigh(public.covariance_patch / np.outer(self._sigma, self._sigma))
+        self._basis = vectors
+        self._turn = (vectors / self._sigma[:, None]).astype(np.float32)  # (d, d)
+        self._groups = np.split(np.arange(layout.dim), group_count(layout.dim))
+        self._floor = max(1e-6 * float(self._energies.max(initial=0.0)), 1e-12)
+        self.count = 0
+        self._sum = np.zeros((layout.patches, layout.dim))
+        self._square = np.zeros((layout.patches, layout.dim))
+        self._products = np.zeros((len(self._groups), layout.patches, layout.patches))
+
+    def add(self, tokens: NDArray[np.floating]) -> None:
+        """Tokens (B, T, d) of more images, finite."""
+        patches = tokens[:, self._layout.prefix :].astype(np.float32) - self._mean.astype(np.float32)
+        components = patches @ self._turn  # (B, N, d)
+        self.count += len(components)
+        self._sum += components.sum(axis=0)
+        self._square += np.square(components).sum(axis=0)
+        scaled = components / np.sqrt(self._weights).astype(np.float32)
+        for group, members in enumerate(self._groups):
+            part = np.ascontiguousarray(scaled[:, :, members].transpose(1, 0, 2)).reshape(self._layout.patches, -1)
+            self._products[group] += part @ part.T
+
+    def finish(self) -> SpatialStatistics:
+        """Statistics of everything added, at least one image. Correlations are shrunk as covariances are elsewhere."""
+        mean = self._sum / self.count  # (N, d)
+        values = np.maximum((self._square / self.count - np.square(mean)).mean(axis=0), 0.0)
+        positions = np.empty_like(self._products)
+        patches = self._layout.patches
+        for group, members in enumerate(self._groups):
+            centre = mean[:, members] / np.sqrt(self._weights[members])
+            shared = self._products[group] / self.count - centre @ centre.T
+            energy = float(np.trace(shared)) / patches
+            shared = shared / energy if energy > 0 else np.eye(patches)
+            samples = self.count * len(members)
+            variance = np.diag(shared).copy()
+            shared *= samples / (samples + patches)
+            np.fill_diagonal(shared, variance)
+            positions[group] = shared
+        tokens_mean = self._mean + (mean @ self._basis.T) * self._sigma
+        return SpatialStatistics(tokens_mean, self._basis, values, positions)
+
+    @property
+    def _weights(self) -> Doubles:
+        return np.maximum(self._energies, self._floor)

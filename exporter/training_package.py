@@ -39,7 +39,7 @@ from exporter.package import (
 )
 from exporter.plan import ExportPlan, TrainingChoices
 from exporter.records import export_document, training_manifest_of
-from exporter.split import default_cut
+from exporter.split import usual_cut
 from exporter.training_check import TrainingFigures, TrainingRule, check_training_graphs
 from exporter.training_graph import Loss, TrainingGraphs, make_training_graphs
 
@@ -97,7 +97,7 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     if chosen.whole_model:
         parts = [_whole(model, facts.depth, head, chosen.classes, plan.seed)]
     else:
-        cuts = check_cuts(chosen.cuts or (default_cut(facts.depth),), facts.depth)
+        cuts = check_cuts(chosen.cuts or (usual_cut(facts),), facts.depth)
         parts = [Part(family.cut(model, k)[0], k, facts.depth, facts.layers[k - 1], "none") for k in cuts]
         chosen = replace(chosen, cuts=cuts)
     if chosen.augment.crop_padding >= min(facts.input_shape[1:]):

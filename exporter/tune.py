@@ -1,9 +1,14 @@
-"""Noise-aware tuning of the backend on public data: split adaptation's step 4 with the noise that devices will add.
+"""Tuning of the backend on public data, split adaptation's step 4: as published, and with the noise of real devices.
 
-Which learning rate a site should adapt with is left to exporter.few_shot; where tokens come from to exporter.build.
+Which learning rate a site should adapt with is left to exporter.few_shot; where tokens come from to
+exporter.backend_tuning.
 
-Paper: Split Adaptation (SA) section 3.3, L_tune with mixup over M + 1 quantized frontends, lambda ~ Beta(.75, .75).
-Instead of frontends calibrated on other data, the others here carry weight noise, as every device's own will.
+Paper: Split Adaptation (SA) section 3.3. D_u is the public set and its Hilbert transform, X_K the float frontend's
+tokens, X_m those of the frontend that was quantized on subset m of D_u (m = 0: on all of it, the one that is sent).
+Published: L = sum over x and m of CE(lambda X_m + (1 - lambda) X_K), lambda ~ Beta(.75, .75) per sample, Adam at 1e-5,
+one epoch. Noise-aware: the frontends of the subsets carry weight noise, as every device's own will, all tokens go
+through the wire at a random strength of noise, each batch meets one frontend, and each image is transformed every other
+time.
 """
 
 from __future__ import annotations
@@ -30,15 +35,37 @@ class TuneSettings:
     lr: float = 1e-4
     batch: int = 32
     mix: float = 0.75  # both parameters of the Beta that mixes two frontends' tokens
-    noisy_frontends: int = 3
+    subsets: int = 3  # M: disjoint parts of the public set, each of which calibrates a frontend for tuning
+    published: bool = False  # every sample meets every frontend once an epoch, and nothing carries noise
+
+
+PUBLISHED = TuneSettings(epochs=1, lr=1e-5, published=True)
+
+
+def settings_for(tune: str) -> TuneSettings:
+    """The settings that a value of --tune stands for."""
+    return PUBLISHED if tune == "paper" else TuneSettings()
 
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Tokens (n, T, d) of the same images from the plain frontend and from noisy ones, with labels (n,)."""
+    """Tokens of the same n images from several frontends, the first of which others are mixed with; labels (n,).
+
+    Each is (n, T, d), or (2 n, T, d) where the Hilbert transforms of the images follow the images: D_u.
+    """
 
     frontends: tuple[NDArray[np.float16], ...]
     labels: NDArray[np.int64]
+
+    @property
+    def images(self) -> int:
+        """n; row n + i is the transform of image i."""
+        return len(self.labels)
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether transforms are there."""
+        return len(self.frontends[0]) == 2 * len(self.labels)
 
     def rows(self, frontend: int, rows: NDArray[np.int64]) -> Tensor:
         """(B, T, d) float32."""
@@ -67,12 +94,13 @@ def linear_head(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def tune(
-    model: Classifier, tokens: TokenSet, rows: NDArray[np.int64], classes: NDArray[np.int64], channel: WireChannel,
-    settings: TuneSettings, rng: np.random.Generator, device: str, description: str,
+    model: Classifier, tokens: TokenSet, rows: NDArray[np.int64], classes: NDArray[np.int64],
+    channel: WireChannel | None, settings: TuneSettings, rng: np.random.Generator, device: str, description: str,
 ) -> None:  # fmt: skip
-    """Minimise the cross-entropy of noisy public tokens over backend and head, in place.
+    """Minimise the cross-entropy of public tokens over backend and head, in place.
 
-    rows (n,) of the token set are used; `classes` (C,) lists the class number that each logit stands for.
+    Images rows (n,) of the token set are used; `classes` (C,) lists the class number that each logit stands for.
+    Without a channel tokens go to the backend as they are.
 
     Raises TrainingError when the loss is not finite.
     """
@@ -82,15 +110,23 @@ def tune(
     optimiser = torch.optim.Adam(model.parameters(), lr=settings.lr)
     generator = torch.Generator(device=device).manual_seed(int(rng.integers(2**62)))
     target = _targets(tokens.labels, classes)
-    with progress(total=settings.epochs * len(rows), description=description, unit="images") as bar:
+    samples = union(tokens, rows) if settings.published else rows
+    with progress(total=settings.epochs * len(samples), description=description, unit="images") as bar:
         for _ in range(settings.epochs):
-            order = rng.permutation(rows)
+            order = rng.permutation(samples)
             for start in range(0, len(order), settings.batch):
                 batch = order[start : start + settings.batch]
-                inputs = _mixed(tokens, batch, settings, rng).to(device)
-                level = int(rng.integers(len(channel.kappas)))
-                inputs = channel.restore(channel.release(inputs, level, generator), level)
-                loss = cross_entropy(model(inputs), torch.from_numpy(target[batch]).to(device))
+                if tokens.is_transformed and not settings.published:
+                    batch = batch + tokens.images * rng.integers(0, 2, len(batch))
+                count = len(tokens.frontends)
+                chosen = range(1, count) if settings.published else [int(rng.integers(count))]
+                mixtures = [mixture(tokens, m, batch, settings.mix, rng) for m in chosen]
+                inputs = torch.cat(mixtures).to(device)
+                if channel is not None:
+                    level = int(rng.integers(len(channel.kappas)))
+                    inputs = channel.restore(channel.release(inputs, level, generator), level)
+                wanted = torch.from_numpy(np.tile(target[batch % tokens.images], len(mixtures))).to(device)
+                loss = cross_entropy(model(inputs), wanted)
                 if not torch.isfinite(loss):
                     raise TrainingError(
                         f"the tuning loss should be finite, found {loss.item()}",
@@ -103,14 +139,28 @@ def tune(
     model.requires_grad_(False)
 
 
-def _mixed(tokens: TokenSet, batch: NDArray[np.int64], settings: TuneSettings, rng: np.random.Generator) -> Tensor:
-    """Tokens of one random frontend, mixed with the plain one's: X* = lambda X_m + (1 - lambda) X_0, (B, T, d)."""
+def union(tokens: TokenSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The images of these rows and, where they are there, their transforms."""
+    return np.concatenate([rows, rows + tokens.images]) if tokens.is_transformed else rows
+
+
+def mixture(tokens: TokenSet, frontend: int, batch: NDArray[np.int64], mix: float, rng: np.random.Generator) -> Tensor:
+    """X* = lambda X_m + (1 - lambda) X_0 with m the frontend and lambda ~ Beta(mix, mix) per sample, (B, T, d)."""
     plain = tokens.rows(0, batch)
-    other = int(rng.integers(len(tokens.frontends)))
-    if other == 0:
+    if frontend == 0:
         return plain
-    share = torch.from_numpy(rng.beta(settings.mix, settings.mix, size=(len(batch), 1, 1)).astype(np.float32))
-    return torch.lerp(plain, tokens.rows(other, batch), share)
+    share = torch.from_numpy(rng.beta(mix, mix, size=(len(batch), 1, 1)).astype(np.float32))
+    return mixed(plain, tokens.rows(frontend, batch), share)
+
+
+def mixed(plain: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """share * other + (1 - share) * plain: exactly one of them where the share is 0 or 1."""
+    return torch.lerp(plain, other, share)
+
+
+def disjoint_subsets(count: int, parts: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """All numbers below `count`, dealt out at random to `parts` subsets of equal size (to one)."""
+    return [np.sort(part) for part in np.array_split(rng.permutation(count), parts)]
 
 
 def _targets(labels: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from contract.errors import PackageError
-from contract.tokens import wire_steps
-from contract.wiener import release_variance, wiener_matrices
+from contract.tokens import kept_patches, wire_steps
+from contract.wiener import SpatialFilter, SpatialStatistics, release_variance, spatial_filter, wiener_matrices
 from exporter.split import build_backend
 
 from .backend_folder import BackendFolder
@@ -32,34 +32,45 @@ RESIDENT_SHARE = 0.25  # of a GPU's free memory that a site's codes may take
 @dataclass(frozen=True)
 class Front:
     """What stands between the wire and the backend, per token type (row 0 prefix, row 1 patches), all float32:
-    wire steps (2,d), and the Wiener filter x_hat = z @ matrix.T + offset as matrices (2,d,d) and offsets (2,d)."""
+    wire steps (2,d), and the Wiener filter x_hat = z @ matrix.T + offset as matrices (2,d,d) and offsets (2,d).
+
+    `patches` counts those that are sent. Where `spatial` is there, it filters them instead of row 1, and fills in the
+    others."""
 
     prefix: int
     patches: int
     steps: np.ndarray
     matrices: np.ndarray
     offsets: np.ndarray
+    spatial: SpatialFilter | None = None
 
 
 def front_of(folder: BackendFolder, kappa: float) -> Front:
-    """Wire steps and Wiener filter for noise of strength kappa (noise.md, W-tok), from public statistics alone.
+    """Wire steps and Wiener filter for noise of strength kappa (noise.md, W), from public statistics alone.
 
     Raises:
         PackageError: the statistics do not fit the cut.
     """
-    layout, statistics = folder.cut.tokens, folder.cut.statistics
-    steps = wire_steps(statistics, kappa)  # (2,d)
+    layout, statistics, sent = folder.cut.tokens, folder.cut.statistics, folder.cut.sent
+    steps = wire_steps(statistics, kappa, sent.prefix_share)  # (2,d)
     try:
         public = safetensors.numpy.load_file(folder.root / "statistics.safetensors")
-        filters = []
+        filters, variances = [], []
         for row, sigma in enumerate((statistics.sigma_prefix, statistics.sigma_patch)):
             kind = "prefix" if row == 0 and layout.prefix else "patch"  # without prefix tokens row 0 is never used
-            noise = release_variance(sigma, kappa, steps[row])
-            filters.append(wiener_matrices(public[f"mean_{kind}"], public[f"covariance_{kind}"], noise))
-    except (SafetensorError, KeyError, ValueError) as error:
+            variances.append(release_variance(sigma, kappa * (sent.prefix_share if row == 0 else 1.0), steps[row]))
+            filters.append(wiener_matrices(public[f"mean_{kind}"], public[f"covariance_{kind}"], variances[row]))
+        spatial = None
+        if "positions" in public:
+            known = SpatialStatistics(*(public[name] for name in ("mean_positions", "basis", "values", "positions")))
+            kept = kept_patches(layout.grid, sent.kept)
+            spatial = spatial_filter(known, statistics.sigma_patch, variances[1], kept)
+        elif sent.kept != "all":
+            raise KeyError("positions")
+    except (SafetensorError, KeyError, ValueError, IndexError) as error:
         raise _unfit(folder.root / "statistics.safetensors", error) from error
     matrices, offsets = (np.stack(parts) for parts in zip(*filters, strict=True))
-    return Front(layout.prefix, layout.patches, steps, matrices, offsets)
+    return Front(layout.prefix, folder.layout.patches, steps, matrices, offsets, spatial)
 
 
 def load(folder: BackendFolder, kappa: float, device: torch.device) -> Backend:
@@ -149,6 +160,8 @@ class Backend:
         laws = (front.steps, front.matrices, front.offsets)
         # (step, matrix, offset) of prefix and patch tokens
         self._filters = [*zip(*(torch.from_numpy(law).to(device).unbind() for law in laws), strict=True)]
+        spatial = front.spatial
+        self._spatial = None if spatial is None else spatial.converted(lambda law: torch.from_numpy(law).to(device))
 
     def copy(self) -> Backend:
         """A backend with weights of its own."""
@@ -161,13 +174,15 @@ class Backend:
 
     @torch.no_grad()
     def tokens(self, codes: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Wire codes (B,T,d) i8 -> filtered tokens (B,T,d) f32 on the device."""
+        """Wire codes (B,S,d) i8 of the tokens that are sent -> filtered tokens (B,T,d) f32 on the device."""
         z = place(codes if isinstance(codes, torch.Tensor) else torch.from_numpy(codes), self.device).float()
         parts = z[:, : self.front.prefix], z[:, self.front.prefix :]
         filtered = [
             functional.linear(part * step, matrix, offset)
             for part, (step, matrix, offset) in zip(parts, self._filters, strict=True)
         ]
+        if self._spatial is not None:
+            filtered[1] = self._spatial.restore(parts[1] * self._filters[1][0])
         return torch.cat(filtered, dim=1)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from contract import canonical, manifest, training
 from contract.canonical import CanonicalError
 from contract.errors import ConfigError, PackageError
 from contract.manifest import Cut, Manifest
-from contract.tokens import TokenLayout
+from contract.tokens import TokenLayout, sent_layout
 from contract.training import TRAINING_NAME, TrainingPlan
 
 FILES = ("manifest.json", "export.json", "few_shot.json", "statistics.safetensors", "backend.safetensors")
@@ -44,8 +44,8 @@ class BackendFolder:
 
     @property
     def layout(self) -> TokenLayout:
-        """The tokens of one image at the cut."""
-        return self.cut.tokens
+        """The tokens of one image that devices send."""
+        return sent_layout(self.cut.tokens, self.cut.sent.kept)
 
     def sha256(self) -> str:
         """Digest of all that training starts from; reads the weights once."""

@@ -89,7 +89,7 @@ class Learner:
     def __init__(self, model: nn.Module, head: nn.Linear, emulated: Sequence[int] | None = None) -> None:
         """`emulated`: the blocks that are there while it learns; None: all of them."""
         self.model, self.head = model, head
-        self._whole = model.blocks
+        self._whole = getattr(model, "blocks", None)
         self._emulated = None if emulated is None else nn.Sequential(*(model.blocks[place] for place in emulated))
 
     @property
@@ -107,7 +107,8 @@ class Learner:
         optimiser = adam([(self.trained, lr), (self.head.parameters(), HEAD_FACTOR * lr)])
         total = epochs * math.ceil(len(images.labels) / batch)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
-        self.model.blocks = self._whole if self._emulated is None else self._emulated
+        if self._emulated is not None:
+            self.model.blocks = self._emulated
         for _ in range(epochs):
             order = torch.randperm(len(images.labels), generator=generator).to(images.labels.device)
             for rows in order.split(batch):
@@ -115,7 +116,8 @@ class Learner:
                 functional.cross_entropy(self.logits(images.inputs[rows]), images.labels[rows]).backward()
                 optimiser.step()
                 schedule.step()
-        self.model.blocks = self._whole
+        if self._emulated is not None:
+            self.model.blocks = self._whole
         return total
 
     def score(self, images: Images) -> Score:
@@ -161,7 +163,8 @@ def _split_learning(model: nn.Module, cut: int) -> None:
 
 
 def _offsite_tuning(model: nn.Module, cut: int) -> None:
-    for block in (*model.blocks[:ADAPTERS], *model.blocks[-ADAPTERS:]):
+    blocks = blocks_of(model)
+    for block in (*blocks[:ADAPTERS], *blocks[-ADAPTERS:]):
         block.requires_grad_(True)
 
 
@@ -173,6 +176,14 @@ CHOOSE: dict[str, Callable[[nn.Module, int], None]] = {
 }
 
 
+def blocks_of(model: nn.Module) -> nn.Sequential:
+    """The one row of blocks of a vision transformer. Raises: ConfigError where there is none."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.Sequential):
+        raise ConfigError("offsite tuning needs one row of blocks, as vit_* and deit_* have", "leave it out of --cases")
+    return blocks
+
+
 def emulated_blocks(depth: int) -> list[int]:
     """The blocks of offsite tuning's emulator: both adapters, and half of the middle, evenly spread (rounded linspace).
 
@@ -181,7 +192,7 @@ def emulated_blocks(depth: int) -> list[int]:
     middle = range(ADAPTERS, depth - ADAPTERS)
     if len(middle) < 2:
         raise ConfigError(
-            f"offsite tuning needs {2 * ADAPTERS + 2} blocks or more, found {depth}", "leave it out of --baselines"
+            f"offsite tuning needs {2 * ADAPTERS + 2} blocks or more, found {depth}", "leave it out of --cases"
         )
     kept = np.round(np.linspace(0, len(middle) - 1, len(middle) // 2)).astype(int)
     return [*range(ADAPTERS), *(middle[int(place)] for place in kept), *range(depth - ADAPTERS, depth)]
@@ -192,7 +203,7 @@ def make_learner(name: str, model: nn.Module, cut: int, classes: int, seed: int)
     copied = copy.deepcopy(model).train().requires_grad_(False)
     CHOOSE[name](copied, cut)
     device = next(copied.parameters()).device
-    emulated = emulated_blocks(len(copied.blocks)) if name == "offsite_tuning" else None
+    emulated = emulated_blocks(len(blocks_of(copied))) if name == "offsite_tuning" else None
     return Learner(copied, new_head(copied.num_features, classes, seed, SITE, device), emulated)
 
 

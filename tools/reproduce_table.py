@@ -1,6 +1,7 @@
-"""From rows to cells: mean and spread over seeds, and whether split adaptation beat each probe. Pure.
+"""From rows to the main table: mean and spread over seeds, and whether split adaptation beat each probe. Pure.
 
-Computing rows is left to `reproduce_rows`, files and printing to `reproduce`.
+The other studies' tables are `reproduce_study_tables`'; computing rows is left to `reproduce_rows`, files and printing
+to `reproduce`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from server_runtime.report import Results, Table
+from tools.reproduce_study_tables import study_tables
 
 PROBES = {
     "lp_clean": "linear probe, clean float model and images",
@@ -29,24 +31,30 @@ PUBLISHED_EPOCHS = 100
 Row = dict[str, Any]
 
 
-def summarise(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> list[dict[str, Any]]:
-    """One cell for each (shots, kappa), in rising order; a spread over one seed is unknown."""
-    settings = sorted({(row["shots"], row["kappa"]) for row in rows})
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One cell for each (dataset, shots, kappa) of the main study, rising; a spread over one seed is unknown."""
+    main, baselines = ([row for row in rows if row["study"] == study] for study in ("main", "baselines"))
+    settings = sorted({setting_of(row) for row in main})
     return [
         cell_of(
-            sorted((row for row in rows if (row["shots"], row["kappa"]) == setting), key=lambda row: row["seed"]),
-            baselines,
+            sorted((row for row in main if setting_of(row) == setting), key=lambda row: int(row["seed"])), baselines
         )
         for setting in settings
     ]
 
 
+def setting_of(row: Row) -> tuple[str, int, float]:
+    return row["dataset"], row["shots"], row["kappa"]
+
+
 def cell_of(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> dict[str, Any]:
     """The figures of one cell's rows, which differ in their seeds alone, beside the baselines of the same shots."""
     beaten = {probe: margin([row["accuracy"]["sa"] - row["accuracy"][probe] for row in rows]) for probe in PROBES}
+    dataset, shots, kappa = setting_of(rows[0])
     return {
-        "shots": rows[0]["shots"],
-        "kappa": rows[0]["kappa"],
+        "dataset": dataset,
+        "shots": shots,
+        "kappa": kappa,
         "seeds": [row["seed"] for row in rows],
         "accuracy": {method: spread([row["accuracy"][method] for row in rows]) for method in METHODS},
         "margins": beaten,
@@ -55,7 +63,7 @@ def cell_of(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> dict[str, Any
         "baselines": {
             name: compared
             for name in BASELINES
-            if (compared := compare(rows, [each for each in baselines if each["baseline"] == name]))
+            if (compared := compare(rows, [each for each in baselines if each["case"] == name]))
         },
         "ridge_psnr_db": spread([row["ridge_psnr_db"] for row in rows]),
         "mean_colour_psnr_db": spread([row["mean_colour_psnr_db"] for row in rows]),
@@ -65,7 +73,8 @@ def cell_of(rows: Sequence[Row], baselines: Sequence[Row] = ()) -> dict[str, Any
 
 def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> dict[str, Any]:
     """One baseline's spread, and split adaptation's lead over it on the same draws; empty where there is none."""
-    shares = {each["seed"]: each for each in baseline if each["shots"] == rows[0]["shots"]}
+    setting = rows[0]["dataset"], rows[0]["shots"]
+    shares = {each["seed"]: each for each in baseline if (each["dataset"], each["shots"]) == setting}
     pairs = [(row, shares[row["seed"]]) for row in rows if row["seed"] in shares]
     if not pairs:
         return {}
@@ -130,11 +139,15 @@ def budget_text(budget: dict[str, Any]) -> str:
     )
 
 
+def setting_text(cell: dict[str, Any]) -> str:
+    return f"{cell['dataset']}, {cell['shots']} shots, kappa {cell['kappa']:g}"
+
+
 def baselines_table(cells: Sequence[dict[str, Any]]) -> Table:
     """Split adaptation beside the baselines that train in the clear."""
     rows = tuple(
         (
-            f"{cell['shots']} shots, kappa {cell['kappa']:g}", with_spread(cell["accuracy"]["sa"]),
+            setting_text(cell), with_spread(cell["accuracy"]["sa"]),
             *(baseline_text(cell["baselines"].get(name)) for name in BASELINES),
         )
         for cell in cells
@@ -146,50 +159,63 @@ def baselines_table(cells: Sequence[dict[str, Any]]) -> Table:
     )  # fmt: skip
 
 
-def results_of(document: dict[str, Any]) -> Results:
-    """The page of a finished reproduction."""
-    cells = document["cells"]
+def main_tables(cells: Sequence[dict[str, Any]], with_baselines: bool) -> list[Table]:
+    """Accuracies and verdicts; none without a row."""
+    if not cells:
+        return []
     accuracy = tuple(
-        (f"{cell['shots']} shots, kappa {cell['kappa']:g}", *(with_spread(cell["accuracy"][name]) for name in METHODS))
-        for cell in cells
-    )
-    rows = tuple(
         (
-            f"{row['shots']} shots, kappa {row['kappa']:g}, seed {row['seed']}",
-            *(row["accuracy"][name] for name in METHODS), row["ridge_psnr_db"], row["mean_colour_psnr_db"],
-            row["frontend_engine"], row["training_device"], row["seconds"],
+            setting_text(cell), *(with_spread(cell["accuracy"][name]) for name in METHODS),
+            f"{cell['ridge_psnr_db']['mean']:.1f}", f"{cell['mean_colour_psnr_db']['mean']:.1f}", len(cell["seeds"]),
         )
-        for row in document["rows"]
+        for cell in cells
     )  # fmt: skip
+    note = "; ".join(f"{name}: {text}" for name, text in METHODS.items())
+    columns = ("setting", *METHODS, "ridge dB", "mean colour dB", "seeds")
+    verdicts = tuple((setting_text(cell), cell["verdict"]) for cell in cells)
+    return [
+        Table("Accuracy in %, mean and standard deviation over seeds", columns, accuracy, note=note),
+        Table("Verdicts", ("setting", "verdict"), verdicts),
+        *([baselines_table(cells)] if with_baselines else []),
+    ]
+
+
+def commands_table(rows: Sequence[Row]) -> Table:
+    """Every row with the command that makes it."""
+
+    def found(row: Row) -> str:
+        accuracy = row["accuracy"]
+        shares = accuracy if isinstance(accuracy, dict) else {row["case"]: accuracy}
+        return ", ".join(f"{name} {100 * value:.2f}" for name, value in shares.items())
+
+    lines = tuple(
+        (row["command"], found(row), row.get("frontend_engine", "-"), row["training_device"], row["seconds"])
+        for row in rows
+    )
+    return Table("Rows", ("command", "accuracy in %", "frontend", "trained on", "seconds"), lines)
+
+
+def results_of(document: dict[str, Any]) -> Results:
+    """The page of a reproduction, as far as its rows are there."""
+    rows = document["rows"]
+    cells = summarise(rows)
+    in_the_clear = any(row["study"] == "baselines" for row in rows)
+    lacking = tuple((each["row"], each["reason"]) for each in document["missing"])
+    attacked = next((row["ridge_note"] for row in rows if "ridge_note" in row), None)
     return Results(
         title="Split adaptation against linear probing",
         facts=(
-            ("data", document["data"]),
-            ("package", document["package_digest"][:16]),
-            ("learning rates of sites", f"backend {document['backend_lr']:g}, head {document['head_lr']:g}"),
+            *((f"data, {name}", text) for name, text in document["data"].items()),
+            ("package", document["package_digest"]),
+            ("learning rates of sites, backend", document["backend_lr"]),
+            ("learning rates of sites, head", document["head_lr"]),
             ("weight noise alpha", document["alpha"]),
-            *([("baselines in the clear", budget_text(document["baselines_budget"]))] if document["baselines"] else []),
+            *([("baselines in the clear", budget_text(document["baselines_budget"]))] if in_the_clear else []),
+            *([("ridge", attacked)] if attacked else []),
         ),
         tables=(
-            Table(
-                "Accuracy in %, mean and standard deviation over seeds",
-                ("setting", *METHODS),
-                accuracy,
-                note="; ".join(f"{name}: {text}" for name, text in METHODS.items()),
-            ),
-            Table(
-                "Verdicts",
-                ("setting", "verdict"),
-                tuple((f"{cell['shots']} shots, kappa {cell['kappa']:g}", cell["verdict"]) for cell in cells),
-            ),
-            Table(
-                "Rows",
-                ("row", *METHODS, "ridge dB", "mean colour dB", "frontend", "trained on", "seconds"),
-                rows,
-                shares=tuple(METHODS),
-                note=document["rows"][0]["ridge_note"] if document["rows"] else "",
-            ),
-            *([baselines_table(cells)] if document["baselines"] else []),
+            *main_tables(cells, in_the_clear), *study_tables(rows), *([commands_table(rows)] if rows else []),
+            *([Table("Rows that are not there", ("row", "reason"), lacking)] if lacking else []),
         ),
         notes=("kappa is the Laplace scale in standard deviations per channel, in training and in inference alike.",),
-    )
+    )  # fmt: skip

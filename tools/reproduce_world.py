@@ -1,8 +1,8 @@
-"""What a reproduction works on: a pre-trained model, the server's public images, sites with few shots, one package.
+"""What a reproduction works on: a pre-trained model, the server's public images, sites with few shots, its packages.
 
-Two worlds: `quick` is scikit-learn's digits and a small model, made in minutes from what is installed; `full` is
-CIFAR-10 as the private task, a Tiny-ImageNet subset as the public one, and a ViT-S trained on it, from archives.
-Running rows on it is left to `reproduce_rows`.
+Two worlds: `quick` is scikit-learn's digits and a small model, made in minutes from what is installed; `full` has
+CIFAR-10 and the photos of PACS as private tasks, a Tiny-ImageNet subset as the public one, and a ViT-S trained on it,
+from archives. Running rows on it is left to `reproduce_rows`; the paper's own setting is `reproduce_paper`'s.
 """
 
 from __future__ import annotations
@@ -30,8 +30,27 @@ ROOT = Path(__file__).parents[1]
 FULL_MODEL = "vit_small_patch16_224"
 FULL_ARGS = {"img_size": 64, "patch_size": 8, "num_classes": 200}
 FULL_SPLIT = 8
-ARCHIVES = ("data/cifar10.zip", "data/tinyimagenet_server.zip", "models/vit_small_p8_64_tin200.safetensors")
+PUBLIC_ARCHIVE = "data/tinyimagenet_server.zip"
+FULL_WEIGHTS = "models/vit_small_p8_64_tin200.safetensors"
 DEVICE = "device-a"  # the one device of the full world's site
+SHIPPED = "shipped"  # the package as the exporter makes it when it is told nothing
+
+
+@dataclass(frozen=True)
+class Archived:
+    """A private task in an archive: where its images lie, as FOLDER/CLASS/FILE; without `test`, half of each class."""
+
+    archive: str
+    train: str
+    test: str | None
+    note: str
+
+
+TASKS = {
+    "cifar10": Archived("data/cifar10.zip", "cifar10/train/", "cifar10/test/", "CIFAR-10 at 64 px"),
+    "pacs-photo": Archived("data/pacs64.zip", "pacs64/photo/", None, "photos of PACS at 64 px, half of a class tested"),
+}
+ARCHIVES = (*(task.archive for task in TASKS.values()), PUBLIC_ARCHIVE, FULL_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -45,29 +64,41 @@ class SiteFolders:
 
 @dataclass(frozen=True)
 class World:
-    """Model, public images, and the sites that can be drawn; `site(shots, seed)` makes its folders on first use."""
+    """Model, public images, and the sites that can be drawn; `site(dataset, shots, seed)` makes its folders on first
+    use. `package` names one of the packages that are made of the model, `words` are the exporter's for it."""
 
     name: str
     root: Path
     model: str
-    model_args: Mapping[str, int]
+    model_args: Mapping[str, int | str]
     weights: Path
     public: Path
-    note: str
-    site: Callable[[int, int], SiteFolders]
+    notes: Mapping[str, str]  # dataset -> what it is
+    site: Callable[[str, int, int], SiteFolders]
+    split: int | None = None
+    package: str = SHIPPED
+    words: tuple[str, ...] = ()
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        return tuple(self.notes)
+
+    @property
+    def package_root(self) -> Path:
+        return self.root if self.package == SHIPPED else self.root / "packages" / self.package
 
     @property
     def front(self) -> Path:
-        return self.root / "front"
+        return self.package_root / "front"
 
     @property
     def backend(self) -> Path:
-        return self.root / "front.backend"
+        return self.package_root / "front.backend"
 
     @property
     def publisher(self) -> Path:
         """Public key of the package's signer."""
-        return self.root / "signing-key.pub.pem"
+        return self.package_root / "signing-key.pub.pem"
 
 
 @contextmanager
@@ -82,7 +113,7 @@ def alone(root: Path) -> Iterator[None]:
 def quick_world(root: Path) -> World:
     """Digits 0 to 4 are public, 5 to 9 private; the model is pre-trained here, as in the demo."""
 
-    def site(shots: int, seed: int) -> SiteFolders:
+    def site(dataset: str, shots: int, seed: int) -> SiteFolders:
         folders = made(root / f"digits-{shots}shot-seed{seed}", lambda path: demo_data.digits(path, shots, seed))
         train, test = ({name: folders / name / part for name in demo_data.DEVICES} for part in ("train", "test"))
         return SiteFolders(train, test, tuple(str(digit) for digit in range(5, 10)))
@@ -97,34 +128,81 @@ def quick_world(root: Path) -> World:
         demo_model.make_weights(path, model, public, demo.rule_of(model), plan)
 
     weights = made(root / "pretrained.safetensors", pretrain)
-    note = "scikit-learn's digits: 0-4 public, 5-9 private, two devices"
-    return World("quick", root, demo.DIGITS_MODEL, arguments, weights, public, note, site)
+    notes = {"digits": "scikit-learn's digits: 0-4 public, 5-9 private, two devices"}
+    return World("quick", root, demo.DIGITS_MODEL, arguments, weights, public, notes, site)
 
 
-def full_world(root: Path, shared: Path, test_images: int | None) -> World:
-    """CIFAR-10 at 64 px on one device. Raises: DataError when an archive is missing."""
-    archive, public_archive, weights = (shared / name for name in ARCHIVES)
-    for path in (archive, public_archive, weights):
+def full_world(root: Path, shared: Path, test_images: int | None, datasets: Sequence[str] = tuple(TASKS)) -> World:
+    """Private tasks at 64 px, each on one device. Raises: DataError when an archive is missing."""
+    needed = [*(TASKS[name].archive for name in datasets), PUBLIC_ARCHIVE, FULL_WEIGHTS]
+    for path in (shared / name for name in needed):
         if not path.is_file():
             raise DataError(
                 f"the full reproduction needs {path}, which does not exist",
                 f"give --shared DIR, where DIR holds {listing(ARCHIVES)}; or use --quick, which needs no files",
             )
+    public_archive = shared / PUBLIC_ARCHIVE
     public = made(root / "public", lambda path: unpack(public_archive, path, members(public_archive)))
-    tested = members(archive, "cifar10/test/")
-    chosen = tested if test_images is None else sorted(tested, key=lambda name: draw_key("test", name))[:test_images]
-    test = made(root / f"cifar10-test-{len(chosen)}", lambda path: unpack(archive, path, chosen))
-    classes = tuple(sorted({name.split("/")[2] for name in tested}))
-
-    def site(shots: int, seed: int) -> SiteFolders:
-        drawn = draw_shots(members(archive, "cifar10/train/"), shots, seed)
-        train = made(root / f"cifar10-{shots}shot-seed{seed}", lambda path: unpack(archive, path, drawn))
-        folders = ({DEVICE: train / "cifar10" / "train"}, {DEVICE: test / "cifar10" / "test"})
-        return SiteFolders(*folders, classes)
-
-    note = f"CIFAR-10 at 64 px, {len(chosen)} test images, one device; Tiny-ImageNet subset public"
+    draws = {name: open_task(root, name, shared / TASKS[name].archive, test_images) for name in datasets}
+    notes = {
+        name: f"{TASKS[name].note}, {draw.test_count} test images, one device; Tiny-ImageNet subset public"
+        for name, draw in draws.items()
+    }
     images = public / "tinyimagenet" / "train"
-    return World("full", root, FULL_MODEL, FULL_ARGS, weights, images, note, site)
+    return World(
+        "full", root, FULL_MODEL, FULL_ARGS, shared / FULL_WEIGHTS, images, notes,
+        lambda dataset, shots, seed: draws[dataset].site(shots, seed), FULL_SPLIT,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A task whose test images are chosen, ready to draw shots from."""
+
+    root: Path
+    name: str
+    archive: Path
+    train: tuple[str, ...]
+    test: Path
+    test_count: int
+
+    def site(self, shots: int, seed: int) -> SiteFolders:
+        """Raises: DataError when a class has too few images."""
+        drawn = draw_shots(self.train, shots, seed)
+        folder = made(self.root / f"{self.name}-{shots}shot-seed{seed}", lambda path: unpack(self.archive, path, drawn))
+        classes = tuple(sorted({name.rsplit("/", 2)[-2] for name in self.train}))
+        task = TASKS[self.name]
+        return SiteFolders({DEVICE: folder / task.train}, {DEVICE: self.test / (task.test or task.train)}, classes)
+
+
+def open_task(root: Path, name: str, archive: Path, test_images: int | None) -> Draw:
+    """A task of an archive; `test_images` of its test images, the first in a keyed order (None: all)."""
+    task = TASKS[name]
+    if task.test is None:
+        train, tested = halves(members(archive, task.train))
+    else:
+        train, tested = members(archive, task.train), members(archive, task.test)
+    chosen = tested if test_images is None else sorted(tested, key=lambda name: draw_key("test", name))[:test_images]
+    test = made(root / f"{name}-test-{len(chosen)}", lambda path: unpack(archive, path, chosen))
+    return Draw(root, name, archive, tuple(train), test, len(chosen))
+
+
+def halves(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(train, test): in a keyed order, the first half of each class is tested, whatever is drawn from the other."""
+    train, test = [], []
+    for files in by_class(names).values():
+        ordered = sorted(files, key=lambda name: draw_key("half", name))
+        test += ordered[: len(ordered) // 2]
+        train += ordered[len(ordered) // 2 :]
+    return sorted(train), sorted(test)
+
+
+def by_class(names: Sequence[str]) -> dict[str, list[str]]:
+    """Files named .../CLASS/FILE under the names of their classes."""
+    classes: dict[str, list[str]] = {}
+    for name in names:
+        classes.setdefault(name.rsplit("/", 2)[-2], []).append(name)
+    return classes
 
 
 def listing(names: Sequence[str]) -> str:
@@ -135,16 +213,14 @@ def listing(names: Sequence[str]) -> str:
 def draw_shots(names: Sequence[str], shots: int, seed: int) -> list[str]:
     """`shots` files a class, named .../CLASS/FILE. Keyed by name: fewer shots are a part of more, and an archive that
     lacks files which are not drawn gives the same ones. Raises: DataError when a class has too few."""
-    by_class: dict[str, list[str]] = {}
-    for name in names:
-        by_class.setdefault(name.rsplit("/", 2)[-2], []).append(name)
-    fewest = min(map(len, by_class.values()), default=0)
+    classes = by_class(names)
+    fewest = min(map(len, classes.values()), default=0)
     if fewest < shots:
         raise DataError(f"expected {shots} training images in each class, found {fewest}", "lower --shots")
     return [
         name
-        for label in sorted(by_class)
-        for name in sorted(by_class[label], key=lambda name: draw_key(f"seed {seed}", name))[:shots]
+        for label in sorted(classes)
+        for name in sorted(classes[label], key=lambda name: draw_key(f"seed {seed}", name))[:shots]
     ]
 
 
@@ -185,15 +261,17 @@ def export_package(world: World) -> None:
     """
     if (world.front / "manifest.json").exists() and (world.backend / "backend.safetensors").exists():
         return
-    say("== export")
+    say(f"== export, {world.package}")
+    world.package_root.mkdir(parents=True, exist_ok=True)
     arguments = [word for key, value in world.model_args.items() for word in ("--model-arg", f"{key}={value}")]
-    split = ["--split", FULL_SPLIT] if world.name == "full" else []
+    split = [] if world.split is None else ["--split", world.split]
     words = [
         sys.executable, "-m", "exporter.cli", "--model", world.model, *arguments, *split, "--weights", world.weights,
-        "--int8", "--calibration", world.public, "--seed", 1, "-o", world.front,
+        "--int8", "--calibration", world.public, "--seed", 1, *world.words, "-o", world.front,
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     texts = [str(word) for word in words]
-    code = subprocess.run(texts, stdout=sys.stderr, cwd=world.root, env={**os.environ, "PYTHONPATH": path}).returncode
+    environment = {**os.environ, "PYTHONPATH": path}
+    code = subprocess.run(texts, stdout=sys.stderr, cwd=world.package_root, env=environment).returncode
     if code:
         raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,8 +117,20 @@ class Answers:
         )
 
 
+class Answering(Protocol):
+    """Whoever answers a strategy's questions: devices, or uploads that are there already."""
+
+    def answer(self, ask: Ask) -> Mapping[str, Reply]:
+        """Every asked device's reply."""
+        ...
+
+    def note_checkpoint(self) -> None:
+        """The server could go back to here."""
+        ...
+
+
 def adapt(
-    strategy: Strategy | PartStrategy, answers: Answers, site: Site,
+    strategy: Strategy | PartStrategy, answers: Answering, site: Site,
     on_record: Callable[[Mapping[str, Metric]], None] | None = None,
 ) -> dict[str, Metric]:  # fmt: skip
     """Run the strategy to its end; its last record. `on_record` is told each, when the strategy's state is whole.

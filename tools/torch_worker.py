@@ -36,6 +36,7 @@ from edge_runtime.engines import Engine
 from edge_runtime.equip import find_images, number_classes, open_bar, open_site_secret
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
+from edge_runtime.int8_check import Kernels
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters.none import NoMeter
 from edge_runtime.part_head import PartHead
@@ -176,7 +177,7 @@ class TorchEngine:
     """The frontend's graph on a torch device, many images at once; an `edge_runtime.engines.Engine`."""
 
     name = "torch"
-    int8_layers: int | None = None  # the codes are int8, the products are float32
+    kernels: Kernels | None = None  # the codes are int8, the products are float32
 
     def __init__(self, model: onnx.ModelProto, device: torch.device, images_at_once: int) -> None:
         """Raises: EngineError that names an operator it does not know."""
@@ -287,7 +288,7 @@ def make_device(config: DeviceConfig, trusted: Mapping[str, PublicKey], open_fro
     bench = Bench(
         Frontend(open_frontend(path), installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms,
         secret, installed.digest, number_classes(terms, site_secret, installed.digest), config.max_releases,
-        state.features,
+        state.features, installed.manifest.retrieves_patches,
     )  # fmt: skip
     labels = {sample.sample_id: sample.label for sample in dataset.samples}
     keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import EngineError, suggest
+from edge_runtime.int8_check import Kernels
 
 __all__ = ["Engine", "engine_names", "open_engine"]
 
@@ -25,12 +26,14 @@ class Engine(Protocol):
     name: str
     version: str  # of the runtime that really runs
     threads: int
-    int8_layers: int | None  # linear layers that ran as int8 kernels in a profiled run; None when the engine cannot say
+    kernels: Kernels | None  # what ran as int8 in a first run; None when the engine cannot say
 
-    def run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+    def run(self, images: NDArray[np.float32], keep: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Tokens (B, T, d) of normalised images (B, 3, h, w).
 
-        Raises: EngineError when the runtime fails.
+        `keep` (B, K) are patch numbers, for a frontend exported with --masked: the tokens are then the prefix and those
+        patches, in their order; without it, all of them.
+        Raises: EngineError when the runtime fails, or `keep` does not fit the frontend.
         """
 
 

@@ -4,6 +4,7 @@ It is as deterministic as a real one and just as sensitive to weight noise, and 
 
 Its model file is one line of JSON {"prefix", "grid": [rows, columns], "size": [h, w], "dim", "delay_s"}, a line feed,
 int8 codes (K, d) with K = 3 ph pw values of a patch, and float32 scales (d,). A prefix token is the patches' mean.
+It takes any choice of patches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import EngineError
+from edge_runtime.engines._streams import KEEP, single_feeds
+from edge_runtime.int8_check import Kernels
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,24 @@ class FakeEngine:
 
     name = "fake"
     version = "1"
-    int8_layers: int | None = None
+    kernels: Kernels | None = None
 
     def __init__(self, layout: FakeLayout, weights: NDArray[np.float32], threads: int) -> None:
         self.threads = threads
         self._layout, self._weights = layout, weights  # (K, d)
 
-    def run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+    def run(self, images: NDArray[np.float32], keep: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Tokens (B, T, d) of images (B, 3, h, w)."""
         (rows, columns), (high, wide) = self._layout.grid, self._layout.patch_size
         time.sleep(self._layout.delay_s * len(images))
         patches = images.reshape(len(images), 3, rows, high, columns, wide).transpose(0, 2, 4, 1, 3, 5)
+        feeds = single_feeds(images, keep, rows * columns)
         # One image at a time: a matrix product of another height may round differently.
-        tokens = np.stack([image.reshape(rows * columns, -1) @ self._weights for image in patches])  # (B, N, d)
+        tokens = np.stack(
+            [
+                image.reshape(rows * columns, -1)[feed[KEEP][0].astype(np.int64)] @ self._weights
+                for image, feed in zip(patches, feeds, strict=True)
+            ]
+        )  # (B, K, d)
         prefix = np.repeat(tokens.mean(axis=1, keepdims=True), self._layout.prefix, axis=1)
         return np.concatenate([prefix, tokens], axis=1).astype(np.float32)

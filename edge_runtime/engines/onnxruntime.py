@@ -1,16 +1,15 @@
 """ONNX Runtime on the CPU: QDQ files at int8 speed, with memory that reaches a plateau (ER-01, ER-03).
 
-It runs what it is given; verifying the file is left to `install`, and the thread count is chosen by the caller.
-
-Images run one at a time, `threads` of them side by side, each on one thread: int8 kernels lose a fifth per image at
-batch 8, and barriers inside a layer cost a quarter (int8.md 2). One shape for ever also keeps the memory flat.
+It runs what it is given; verifying the file is left to `install`, the thread count to the caller, and what the counted
+kernels mean to `int8_check`. The session is profiled during its first run, which warms it up as well: that is the only
+report of what really ran, and it costs neither a second session nor the optimised file.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 
 from contract.errors import EngineError
 from edge_runtime.cpus import has_vnni
-
-INT8_KERNELS = frozenset({"QLinearMatMul", "MatMulIntegerToFloat", "QGemm", "MatMulInteger", "DynamicQuantizeMatMul"})
+from edge_runtime.engines._streams import PATCHES, Streams, patches_of, trial_feed
+from edge_runtime.int8_check import Kernels, of_onnxruntime
 
 
 def session_options() -> onnxruntime.SessionOptions:
@@ -50,24 +49,17 @@ def open_model(model: Path | bytes, threads: int) -> OnnxRuntimeEngine:
             session = onnxruntime.InferenceSession(
                 model if isinstance(model, bytes) else str(model), options, providers=["CPUExecutionProvider"]
             )
-            shape = [axis if isinstance(axis, int) else 1 for axis in session.get_inputs()[0].shape]
-            session.run(None, {session.get_inputs()[0].name: np.zeros(shape, np.float32)})
+            patches = patches_of(session.get_modelmeta().custom_metadata_map.get(PATCHES))
+            session.run(None, trial_feed(session.get_inputs()[0].shape, patches))
             profile = json.loads(Path(session.end_profiling()).read_text())
+        except EngineError:
+            raise
         except Exception as error:  # onnxruntime raises classes of its own that share no base but Exception
             raise EngineError(
                 f"onnxruntime {onnxruntime.__version__} cannot run the frontend: {str(error).splitlines()[0][:300]}",
                 "compare its version with engine.onnxruntime_min of the manifest, or export with --opset 17",
             ) from error
-    return OnnxRuntimeEngine(session, threads, count_int8(profile))
-
-
-def count_int8(profile: list[dict[str, object]]) -> int:
-    """How many nodes of the profiled run were int8 matrix products."""
-    nodes = (
-        event for event in profile if event.get("cat") == "Node" and str(event.get("name")).endswith("_kernel_time")
-    )
-    operators = (arguments.get("op_name") for event in nodes if isinstance(arguments := event.get("args"), dict))
-    return sum(operator in INT8_KERNELS for operator in operators)
+    return OnnxRuntimeEngine(session, threads, of_onnxruntime(profile, platform.machine()), patches)
 
 
 class OnnxRuntimeEngine:
@@ -75,23 +67,22 @@ class OnnxRuntimeEngine:
 
     name = "onnxruntime"
 
-    def __init__(self, session: onnxruntime.InferenceSession, threads: int, int8_layers: int) -> None:
+    def __init__(
+        self, session: onnxruntime.InferenceSession, threads: int, kernels: Kernels, patches: int | None
+    ) -> None:
         self.version: str = onnxruntime.__version__
         self.threads = threads
-        self.int8_layers: int | None = int8_layers
+        self.kernels: Kernels | None = kernels
         self._session = session
-        self._input = session.get_inputs()[0].name
-        self._pool = ThreadPoolExecutor(threads, "engine") if threads > 1 else None
+        self._streams = Streams(self._run_one, threads, patches)
 
-    def run(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
+    def run(self, images: NDArray[np.float32], keep: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Tokens (B, T, d) of images (B, 3, h, w), each image a run of its own."""
-        singles = [images[index : index + 1] for index in range(len(images))]
-        rows = self._pool.map(self._run_one, singles) if self._pool else map(self._run_one, singles)
-        return np.concatenate(list(rows))
+        return self._streams.run(images, keep)
 
-    def _run_one(self, image: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _run_one(self, feed: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
         try:
-            tokens: NDArray[np.float32] = self._session.run(None, {self._input: image})[0]
+            tokens: NDArray[np.float32] = self._session.run(None, feed)[0]
         except Exception as error:  # see open_model
             raise EngineError(
                 f"onnxruntime failed: {str(error).splitlines()[0][:300]}",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from contract.keyed_noise import laplace, noise_key
 from contract.manifest import Cut
-from contract.tokens import add_noise, noise_scales, quantize, wire_steps
+from contract.tokens import add_noise, keep_tokens, noise_scales, quantize, sent_layout, wire_steps
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,22 @@ def noise_kind(alpha: float, upload: str | None) -> str:
 
 
 class FeatureNoise:
-    """Clean tokens of one image in, wire codes out."""
+    """Clean tokens of one image in, wire codes of those that are sent out."""
 
     def __init__(self, cut: Cut, keying: NoiseKeying) -> None:
-        self._keying, self._prefix = keying, cut.tokens.prefix
-        self._scales = noise_scales(cut.statistics, keying.kappa)
-        self._steps = wire_steps(cut.statistics, keying.kappa)
+        self._keying, self._cut, self._prefix = keying, cut, cut.tokens.prefix
+        self._scales = noise_scales(cut.statistics, keying.kappa, cut.sent.prefix_share)
+        self._steps = wire_steps(cut.statistics, keying.kappa, cut.sent.prefix_share)
+        sent = sent_layout(cut.tokens, cut.sent.kept)
+        self.shape = (sent.count, sent.dim)  # of one image's codes
 
     def release(self, tokens: NDArray[np.float32], pixel_digest: bytes) -> tuple[NDArray[np.int8], int]:
-        """Codes (T, d) of noisy tokens, and how many saturated.
+        """Codes of noisy tokens (T, d), (prefix + K, d) where K patches are sent, and how many saturated.
 
         Raises: EngineError when tokens are not finite.
         """
         keying = self._keying
         key = noise_key(keying.secret, pixel_digest, keying.package_digest, keying.cut, keying.kind, keying.kappa)
-        noisy = add_noise(tokens, laplace(key, tokens.shape), self._scales, self._prefix)
+        sent = keep_tokens(tokens, self._cut.tokens, self._cut.sent.kept)
+        noisy = add_noise(sent, laplace(key, sent.shape), self._scales, self._prefix)
         return quantize(noisy, self._steps, self._prefix)

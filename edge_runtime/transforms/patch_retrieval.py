@@ -12,11 +12,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.tokens import TokenLayout, retrieval_sources
+from contract.tokens import Kept, TokenLayout, kept_patches, retrieval_sources
 
 
-def retrieve(path: Path, count: int, layout: TokenLayout, on_progress: Callable[[int], object]) -> NDArray[np.uint16]:
-    """Sources (n, N) of the clean features (n, T, d) float16 in `path`; memory grows with n * d, not with n * T * d.
+def retrieve(
+    path: Path, count: int, layout: TokenLayout, on_progress: Callable[[int], object], kept: Kept = "all"
+) -> NDArray[np.uint16]:
+    """Sources (n, K) of the sent patches of the clean features (n, T, d) float16 in `path`.
+
+    Memory grows with n * d, not with n * T * d.
 
     Raises: DataError when there are more images than a source index can name.
     """
@@ -29,4 +33,4 @@ def retrieve(path: Path, count: int, layout: TokenLayout, on_progress: Callable[
         mapped.madvise(mmap.MADV_DONTNEED)
         on_progress(step)
 
-    return retrieval_sources(features[:, layout.prefix :], after_position)
+    return retrieval_sources(features[:, layout.prefix :], after_position, kept_patches(layout.grid, kept))

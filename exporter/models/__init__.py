@@ -35,9 +35,10 @@ class Facts:
     """What the exporter must know of a whole model before it cuts it: layers, and tokens with their width."""
 
     depth: int  # of what a cut can lie behind: blocks or layers
-    layout: TokenLayout | None  # None: a convolutional network, whose features are no tokens
+    layout: TokenLayout | None  # of every cut, where a token stays that of its patch; None: see the family's `layouts`
     input_shape: tuple[int, int, int]  # (3, height, width)
     layers: tuple[str, ...]  # name of each, as the model's own module path
+    usual_cut: int | None = None  # None: two thirds of the depth
 
 
 class Family(Protocol):
@@ -47,7 +48,15 @@ class Family(Protocol):
 
     def facts(self, model: nn.Module) -> Facts: ...
 
+    def layouts(self, model: nn.Module) -> tuple[TokenLayout, ...]:
+        """Tokens behind each cut, 1 to depth - 1; a convolutional network's features count as a grid of tokens."""
+        ...
+
     def cut(self, model: nn.Module, k: int) -> tuple[nn.Module, nn.Module]: ...
+
+    def fill_buffers(self, half: nn.Module) -> frozenset[str]:
+        """Compute the buffers that no state dict carries, and say their names."""
+        ...
 
     def fold_sites(self, frontend: nn.Module) -> FoldSites: ...
 
@@ -70,7 +79,7 @@ def family_of(model: nn.Module) -> tuple[str, Family]:
             return name, family
     raise ExportError(
         f"{type(model).__name__} belongs to no family that can be split (known families: {', '.join(family_names())})",
-        "choose a timm VisionTransformer (vit_*, deit_*, deit3_*), ResNet or VGG, or add a file to exporter/models",
+        "choose a timm VisionTransformer (vit_*, deit*), Swin, ResNet or VGG, or add a file to exporter/models",
     )
 
 

@@ -12,12 +12,14 @@ import torch
 from timm.models.resnet import ResNet
 from torch import Tensor, nn
 
+from contract.tokens import TokenLayout
 from exporter.models import Facts, FoldSites, image_shape
+from exporter.models._maps import MapBackend, MapFrontend, map_layouts
 
 _STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
-class Frontend(nn.Module):
+class Frontend(MapFrontend):
     """Layers 1..k: images (B, 3, h, w) -> features (B, C, h', w'); parameters keep timm's names."""
 
     def __init__(self, model: ResNet, k: int) -> None:
@@ -27,11 +29,11 @@ class Frontend(nn.Module):
             self.bn1, self.act1, self.maxpool = model.bn1, model.act1, model.maxpool
         _add_stages(self, model, 0, k - 2)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def map_of(self, images: Tensor) -> Tensor:
         return _in_order(self, images)
 
 
-class Backend(nn.Module):
+class Backend(MapBackend):
     """Layers k+1..L and pooling: features at the cut -> features (B, f) as the head receives them."""
 
     def __init__(self, model: ResNet, k: int) -> None:
@@ -42,7 +44,7 @@ class Backend(nn.Module):
         self.global_pool = model.global_pool
         self.drop_rate = float(model.drop_rate)
 
-    def forward(self, features: Tensor) -> Tensor:
+    def pooled_of(self, features: Tensor) -> Tensor:
         pooled = _in_order(self, features)
         return nn.functional.dropout(pooled, self.drop_rate, self.training) if self.drop_rate else pooled
 
@@ -77,13 +79,24 @@ def facts(model: ResNet) -> Facts:
     return Facts(depth=len(layers), layout=None, input_shape=image_shape(model), layers=layers)
 
 
+def layouts(model: ResNet) -> tuple[TokenLayout, ...]:
+    """The map behind each layer but the last as a grid of tokens."""
+    known = facts(model)
+    return map_layouts([Frontend(model, k) for k in range(1, known.depth)], known.input_shape)
+
+
 def cut(model: ResNet, k: int) -> tuple[Frontend, Backend]:
     """Both halves, sharing their parameters with `model`."""
     return Frontend(model, k), Backend(model, k)
 
 
+def fill_buffers(half: nn.Module) -> frozenset[str]:
+    """None: the state dict carries everything."""
+    return frozenset()
+
+
 def fold_sites(frontend: nn.Module) -> FoldSites:
-    """None: convolutions are not quantized."""
+    """None: no LayerNorm and no linear layer."""
     return FoldSites()
 
 

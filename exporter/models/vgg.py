@@ -12,21 +12,23 @@ from timm.layers import ClassifierHead
 from timm.models.vgg import VGG
 from torch import Tensor, nn
 
+from contract.tokens import TokenLayout
 from exporter.models import Facts, FoldSites, image_shape
+from exporter.models._maps import MapBackend, MapFrontend, map_layouts
 
 
-class Frontend(nn.Module):
+class Frontend(MapFrontend):
     """Layers 1..k: images (B, 3, h, w) -> features (B, C, h', w'); parameters keep timm's names."""
 
     def __init__(self, model: VGG, k: int) -> None:
         super().__init__()
         self.features = _part(model, 0, _ends(model)[k - 1])
 
-    def forward(self, images: Tensor) -> Tensor:
+    def map_of(self, images: Tensor) -> Tensor:
         return self.features(images)
 
 
-class Backend(nn.Module):
+class Backend(MapBackend):
     """Layers k+1..L, the large model's hidden layers, pooling: features at the cut -> (B, f) as the head gets them."""
 
     def __init__(self, model: VGG, k: int) -> None:
@@ -36,7 +38,7 @@ class Backend(nn.Module):
         self.global_pool = model.head.global_pool
         self.head_drop = model.head.drop
 
-    def forward(self, features: Tensor) -> Tensor:
+    def pooled_of(self, features: Tensor) -> Tensor:
         return self.head_drop(self.global_pool(self.pre_logits(self.features(features))))
 
 
@@ -62,13 +64,24 @@ def facts(model: VGG) -> Facts:
     return Facts(depth=len(ends), layout=None, input_shape=image_shape(model), layers=layers)
 
 
+def layouts(model: VGG) -> tuple[TokenLayout, ...]:
+    """The map behind each layer but the last as a grid of tokens."""
+    known = facts(model)
+    return map_layouts([Frontend(model, k) for k in range(1, known.depth)], known.input_shape)
+
+
 def cut(model: VGG, k: int) -> tuple[Frontend, Backend]:
     """Both halves, sharing their parameters with `model`."""
     return Frontend(model, k), Backend(model, k)
 
 
+def fill_buffers(half: nn.Module) -> frozenset[str]:
+    """None: the state dict carries everything."""
+    return frozenset()
+
+
 def fold_sites(frontend: nn.Module) -> FoldSites:
-    """None: convolutions are not quantized."""
+    """None: no LayerNorm and no linear layer."""
     return FoldSites()
 
 

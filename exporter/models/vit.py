@@ -63,7 +63,10 @@ class Frontend(nn.Module):
 
 
 class Backend(nn.Module):
-    """Blocks k+1..L, final norm and pooling: tokens (B, T, d) -> features (B, d) as the head receives them."""
+    """Blocks k+1..L, final norm and pooling: tokens (B, T, d) -> features (B, d) as the head receives them.
+
+    A distilled model with its two heads: (B, 2 d), the token of each head.
+    """
 
     def __init__(self, model: VisionTransformer, k: int) -> None:
         super().__init__()
@@ -77,17 +80,26 @@ class Backend(nn.Module):
         self.attn_pool = model.attn_pool
         self.fc_norm = model.fc_norm
         self.head_drop = model.head_drop
+        self.two_heads = has_two_heads(model)
 
     def pool(self, tokens: Tensor) -> Tensor:
         return self.model_class.pool(self, tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.model_class.forward_head(self, self.norm(self.blocks(tokens)), pre_logits=True)
+        last = self.norm(self.blocks(tokens))
+        if self.two_heads:
+            return self.head_drop(last[:, :2].flatten(1))
+        return self.model_class.forward_head(self, last, pre_logits=True)
 
 
 def owns(model: nn.Module) -> bool:
     """True for every model whose forward pass is VisionTransformer's own."""
     return isinstance(model, VisionTransformer) and type(model).forward_features is VisionTransformer.forward_features
+
+
+def has_two_heads(model: nn.Module) -> bool:
+    """True for DeiT's distilled form, whose answer is the mean of two heads that read a token each."""
+    return isinstance(getattr(model, "head_dist", None), nn.Linear)
 
 
 def facts(model: VisionTransformer) -> Facts:
@@ -99,9 +111,19 @@ def facts(model: VisionTransformer) -> Facts:
     return Facts(depth=len(layers), layout=layout, input_shape=(3, int(height), int(width)), layers=layers)
 
 
+def layouts(model: VisionTransformer) -> tuple[TokenLayout, ...]:
+    """The same tokens behind each block."""
+    return (facts(model).layout,) * (len(model.blocks) - 1)
+
+
 def cut(model: VisionTransformer, k: int) -> tuple[Frontend, Backend]:
     """Both halves, sharing their parameters with `model`."""
     return Frontend(model, k), Backend(model, k)
+
+
+def fill_buffers(half: nn.Module) -> frozenset[str]:
+    """None: the state dict carries everything."""
+    return frozenset()
 
 
 def fold_sites(frontend: Frontend) -> FoldSites:

@@ -14,6 +14,7 @@ from contract import manifest as package
 from contract.canonical import to_json
 from contract.errors import ManifestError
 from contract.manifest import digest, from_bytes, to_bytes
+from contract.tokens import SentRule
 from tests.golden.samples import MANIFEST, MANIFEST_FILE
 
 Document = dict[str, Any]
@@ -45,6 +46,31 @@ def test_manifest_of_version_1_still_reads_and_writes_the_same_bytes() -> None:
     data = MANIFEST_FILE.read_bytes()
     assert from_bytes(data) == MANIFEST
     assert to_bytes(MANIFEST) == data
+
+
+def test_a_cut_says_what_it_sends_only_where_that_is_not_everything() -> None:
+    rule = {"kept": "checkerboard", "prefix_share": 0.5}
+    there = from_bytes(canonical(change("cuts.0.sent", rule)(document())))
+    assert there.cuts[0].sent == SentRule("checkerboard", 0.5)
+    assert b'"sent":{"kept":"checkerboard","prefix_share":0.5}' in to_bytes(there)
+    assert b'"sent"' not in to_bytes(MANIFEST) and MANIFEST.cuts[0].sent == SentRule()
+    with pytest.raises(ManifestError, match="canonical"):  # one manifest, one digest
+        from_bytes(canonical(change("cuts.0.sent", {"kept": "all", "prefix_share": 1.0})(document())))
+
+
+@pytest.mark.parametrize(
+    "rule", [{"kept": "half", "prefix_share": 1.0}, {"kept": "all", "prefix_share": -0.1},
+             {"kept": "all", "prefix_share": 1.5}, {"kept": "all"}, "all"],
+)  # fmt: skip
+def test_a_rule_of_what_is_sent_that_no_device_has_is_refused(rule: object) -> None:
+    with pytest.raises(ManifestError):
+        from_bytes(canonical(change("cuts.0.sent", rule)(document())))
+
+
+@pytest.mark.parametrize("cuts", [None, 3, [3], [[]], {"0": {}}])
+def test_cuts_that_are_no_list_of_objects_are_refused(cuts: object) -> None:
+    with pytest.raises(ManifestError):
+        from_bytes(canonical(change("cuts", cuts)(document())))
 
 
 def test_digest_is_sha256_of_the_bytes() -> None:

@@ -13,15 +13,20 @@ from hypothesis import strategies as st
 from contract import tokens as module
 from contract.errors import DataError, EngineError
 from contract.tokens import (
+    KEPT,
     Statistics,
     TokenLayout,
     add_noise,
     augment,
     augmentation_positions,
     dequantize,
+    keep_tokens,
+    kept_patches,
     noise_scales,
     quantize,
     retrieval_sources,
+    sent_layout,
+    sent_places,
     token_origins,
     wire_steps,
 )
@@ -38,6 +43,38 @@ TINY = float(np.finfo(np.float32).tiny)
 def test_a_layout_counts_its_tokens() -> None:
     layout = TokenLayout(prefix=5, grid=(14, 16), dim=384)
     assert (layout.patches, layout.count) == (224, 229)
+
+
+def test_kept_patches_are_a_checkerboard_or_every_second_of_every_second_row() -> None:
+    grid = (3, 4)
+    assert kept_patches(grid, "all").tolist() == list(range(12))
+    assert kept_patches(grid, "checkerboard").tolist() == [0, 2, 5, 7, 8, 10]
+    assert kept_patches(grid, "quarter").tolist() == [0, 2, 8, 10]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_is_sent_is_the_prefix_and_the_kept_patches(kept: Any) -> None:
+    layout = TokenLayout(prefix=2, grid=(3, 4), dim=5)
+    tokens = np.arange(2 * 14 * 5, dtype=np.float32).reshape(2, 14, 5)
+    sent = keep_tokens(tokens, layout, kept)
+    there = sent_layout(layout, kept)
+    assert sent.shape == (2, there.count, there.dim) and there.prefix == 2
+    assert np.array_equal(sent[:, :2], tokens[:, :2])
+    assert np.array_equal(sent[:, 2:], tokens[:, 2:][:, kept_patches(layout.grid, kept)])
+    assert np.array_equal(sent, tokens[:, sent_places(layout, kept)])
+
+
+def test_prefix_tokens_can_get_a_share_of_the_noise() -> None:
+    whole, half = noise_scales(STATISTICS, 0.5), noise_scales(STATISTICS, 0.5, 0.5)
+    assert np.array_equal(half[0], whole[0] / 2) and np.array_equal(half[1], whole[1])
+    steps = wire_steps(STATISTICS, 0.5, 0.5)
+    assert steps[0, 0] == np.float32((6 + 2) / 127) and np.array_equal(steps[1], wire_steps(STATISTICS, 0.5)[1])
+
+
+def test_retrieval_of_some_positions_is_those_columns_of_all() -> None:
+    features = np.random.default_rng(9).normal(size=(6, 5, 3)).astype(np.float16)
+    chosen = np.array([1, 4])
+    assert np.array_equal(retrieval_sources(features, None, chosen), retrieval_sources(features)[:, chosen])
 
 
 def test_noise_scales_are_kappa_sigma() -> None:

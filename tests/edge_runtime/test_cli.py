@@ -46,6 +46,7 @@ REPORT = Report(
     stages_energy_j={"extract": None},
     energy_j=None,
     energy_reason="rapl: none here",
+    energy_scope=None,
     engine="fake 1",
     engine_fallback=None,
     threads=1,
@@ -113,6 +114,11 @@ def test_the_csv_report_reads_back() -> None:
     assert (row["images"], row["energy_j"], row["label_mode"]) == ("2", "", "permuted-label")
     (row,) = csv.DictReader(io.StringIO(to_csv(PREDICTED)))
     assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000"}
+
+
+def test_joules_come_with_what_they_are_those_of() -> None:
+    measured = replace(REPORT, energy_j=12.34, energy_reason=None, energy_scope="ina: module input (VDD_IN)")
+    assert "12.3 J (ina: module input (VDD_IN))" in to_table(measured)
 
 
 def test_the_table_says_what_is_unknown() -> None:

@@ -15,7 +15,7 @@ from contract.canonical import to_json
 from contract.errors import AuthError, DataError, DeviceError, RefusedError, RemoteProtocolError
 from contract.keyed_noise import class_list_hash, permutation
 from contract.messages import Ask, Bye, Features, Message, Refuse, Scores
-from contract.tokens import augment, dequantize, wire_steps
+from contract.tokens import SentRule, augment, dequantize, kept_patches, wire_steps
 from edge_runtime import pipeline
 from edge_runtime.delivery import DeliveryLimits, is_outdated, is_quick, read_note
 from edge_runtime.predictions import accuracy, predict
@@ -57,6 +57,21 @@ def test_a_device_uploads_everything_once_and_is_let_go(tmp_path: Path, package:
     assert batch.codes.shape == (12, LAYOUT.count, LAYOUT.dim) and batch.sources is not None
     assert line.spool.pending_bytes == 0
     assert not list(line.equipment.state.features.iterdir())  # clean features are gone
+    line.close()
+
+
+def test_only_the_patches_that_the_package_names_leave_the_device(tmp_path: Path, images: Path) -> None:
+    whole = write_package(tmp_path / "whole").manifest.cuts[0]
+    package = write_package(tmp_path / "front", cuts=(replace(whole, sent=SentRule("checkerboard", 0.5)),))
+    line = collecting(Line(tmp_path, write_device(tmp_path, package, images), package))
+    line.run()
+    batch = line.server.stored["run-1.features", 0]
+    kept = kept_patches(LAYOUT.grid, "checkerboard")
+    assert batch.codes.shape == (12, LAYOUT.prefix + len(kept), LAYOUT.dim)
+    assert batch.sources is not None and batch.sources.shape == (12, len(kept))
+    assert line.equipment.worker.counters.payload_bytes == 12 * (
+        (LAYOUT.prefix + len(kept)) * LAYOUT.dim + 2 * len(kept)
+    )
     line.close()
 
 

@@ -7,7 +7,7 @@ from edge_runtime.stages import StageCost, Stages
 class Clockwork:
     """A clock and a meter that move when told."""
 
-    name = scope = "made up"
+    name, scope, quality = "clockwork", "a made-up device", "measured"
 
     def __init__(self) -> None:
         self.now_s, self.energy_j = 0.0, 0.0
@@ -23,6 +23,7 @@ class Clockwork:
 
 def test_stages_are_differences_and_add_up() -> None:
     world = Clockwork()
+    assert Stages(world, lambda: 0.0).scope == "clockwork: a made-up device"  # type: ignore[arg-type]
     stages = Stages(world, lambda: world.now_s)
     with stages.measure("extract"):
         world.spend(2.0, 10.0)

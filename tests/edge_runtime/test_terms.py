@@ -9,6 +9,7 @@ import pytest
 from contract.errors import RefusedError
 from contract.manifest import LabelMode
 from contract.messages import ASK_KINDS, Ask
+from contract.tokens import SentRule
 from contract.training import TrainingPlan
 from edge_runtime.terms import ASKS_OF_MODE, PART_ASKS_OF_MODE, Terms, check_ask, check_kappa, device_terms
 from tests.edge_runtime.fake_package import Package, write_device, write_package
@@ -110,3 +111,29 @@ def test_a_package_with_a_head_of_its_own_wants_that_many_classes(
 def test_noise_that_is_no_number_is_below_every_floor(tmp_path: Path, package: Package) -> None:
     with pytest.raises(RefusedError, match="kappa"):
         check_kappa(float("nan"), terms(tmp_path, package))
+
+
+def sending(package: Package, rule: SentRule) -> Package:
+    cuts = tuple(replace(cut, sent=rule) for cut in package.manifest.cuts)
+    return replace(package, manifest=replace(package.manifest, cuts=cuts))
+
+
+def test_a_devices_own_floor_holds_for_the_tokens_that_get_a_share_of_the_noise(
+    tmp_path: Path, package: Package
+) -> None:
+    half = sending(package, SentRule("checkerboard", 0.5))
+    assert terms(tmp_path, half).kappa_floor == 1.0  # without a floor of its own it takes the publisher's word
+    own = terms(tmp_path, half, kappa_floor=0.75)
+    assert own.kappa_floor == 1.5
+    check_kappa(1.5, own)
+    with pytest.raises(RefusedError, match="floor"):
+        check_kappa(1.4, own)
+    with pytest.raises(RefusedError, match=r"3\.0 .*2\.0"):
+        terms(tmp_path, half, kappa_floor=1.5)
+
+
+def test_prefix_tokens_without_noise_are_refused_by_a_device_with_a_floor(tmp_path: Path, package: Package) -> None:
+    bare = sending(package, SentRule("all", 0.0))
+    assert terms(tmp_path, bare, kappa_floor=0.0).kappa_floor == 0.0
+    with pytest.raises(RefusedError, match="prefix"):
+        terms(tmp_path, bare, kappa_floor=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from contract.manifest import WeightRecord
 from contract.onnx_weights import noised_onnx
-from contract.tokens import retrieval_sources
+from contract.tokens import SentRule, dequantize, kept_patches, noise_scales, retrieval_sources, wire_steps
 from edge_runtime.engines import open_engine
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
 from edge_runtime.transforms.patch_retrieval import retrieve
@@ -125,3 +125,30 @@ def test_retrieval_from_the_file_equals_retrieval_in_memory(tmp_path: Path) -> N
     sources = retrieve(tmp_path / "clean", 9, LAYOUT, ticks.append)
     assert (sources == retrieval_sources(features[:, LAYOUT.prefix :])).all() and sources.shape == (9, LAYOUT.patches)
     assert sum(ticks) == LAYOUT.patches
+
+
+def test_only_the_sent_patches_leave_and_prefix_tokens_get_their_share_of_the_noise(tmp_path: Path) -> None:
+    """What a server decodes: the prefix, then the kept patches, each token plus noise of its own strength."""
+    whole = noise_for(tmp_path)
+    cut = replace(CUTS[0], sent=SentRule("checkerboard", 0.25))  # type: ignore[type-var]
+    noise = FeatureNoise(cut, NoiseKeying(bytes(32), bytes(32), 1, noise_kind(0.1, None), 1.0))
+    kept = kept_patches(LAYOUT.grid, "checkerboard")
+    assert noise.shape == (LAYOUT.prefix + len(kept), DIM) and whole.shape == (LAYOUT.count, DIM)
+    clean = np.random.default_rng(5).normal(size=(LAYOUT.count, DIM)).astype(np.float32)
+    steps = wire_steps(cut.statistics, 1.0, 0.25)
+    wanted = np.concatenate([clean[: LAYOUT.prefix], clean[LAYOUT.prefix :][kept]])
+    errors = np.stack(
+        [dequantize(noise.release(clean, b"%032d" % draw)[0], steps, LAYOUT.prefix) - wanted for draw in range(400)]
+    )
+    scales = noise_scales(cut.statistics, 1.0, 0.25)
+    np.testing.assert_allclose(np.abs(errors[:, : LAYOUT.prefix]).mean((0, 1)), scales[0], rtol=0.25)
+    np.testing.assert_allclose(np.abs(errors[:, LAYOUT.prefix :]).mean((0, 1)), scales[1], rtol=0.15)
+
+
+def test_retrieval_of_sent_patches_is_those_columns(tmp_path: Path) -> None:
+    features = np.random.default_rng(2).normal(size=(9, LAYOUT.count, DIM)).astype(np.float16)
+    (tmp_path / "clean").write_bytes(features.tobytes())
+    ticks: list[int] = []
+    sources = retrieve(tmp_path / "clean", 9, LAYOUT, ticks.append, "quarter")
+    kept = kept_patches(LAYOUT.grid, "quarter")
+    assert (sources == retrieval_sources(features[:, LAYOUT.prefix :])[:, kept]).all() and sum(ticks) == len(kept)

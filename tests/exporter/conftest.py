@@ -16,8 +16,9 @@ from contract.signature import PrivateKey, generate
 from exporter.build import Report
 from exporter.models import family_of
 from exporter.onnx_graph import export_float, inference_mode
-from exporter.onnx_qdq import quantize_graph
-from exporter.quantize import Folded, calibrate, fold, linear_layers, quantize_linear
+from exporter.quantize import Quantizer
+from exporter.quantize_folds import Folded
+from exporter.quantize_frontend import prepare, quantized
 from exporter.split import split_model
 from tests.exporter import tiny
 
@@ -69,10 +70,7 @@ def graphs() -> Graphs:
     inputs = tiny.images(6)
     with inference_mode(frontend):
         tokens = frontend(inputs).numpy()
-    folded = fold(frontend, family_of(model)[1].fold_sites(frontend), calibrate(frontend, [tiny.images(16, seed=1)]))
+        prepared = prepare(frontend, family_of(model)[1].fold_sites(frontend), Quantizer(), [tiny.images(16, seed=1)])
     float_model = export_float(frontend, tiny.SHAPE, 20)
-    layers = {
-        name: quantize_linear(name, layer, folded.ranges[name], folded.shifts.get(name))
-        for name, layer in linear_layers(frontend).items()
-    }
-    return Graphs(frontend, folded, inputs.numpy(), tokens, float_model, quantize_graph(float_model, layers))
+    int8_model = quantized(float_model, prepared, prepared.min_max())
+    return Graphs(frontend, prepared.folded, inputs.numpy(), tokens, float_model, int8_model)

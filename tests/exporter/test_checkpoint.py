@@ -113,8 +113,15 @@ def test_the_image_rule_can_be_overridden_as_timm_does() -> None:
         image_rule(tiny.tiny_model(pretrained_cfg_overlay={"crop_mode": "border"}), tiny.SHAPE)
 
 
-def test_a_distilled_models_two_heads_are_no_head() -> None:
-    assert own_head(tiny.tiny_model("deit_tiny_distilled_patch16_224")) is None
-    assert own_head(tiny.tiny_model(num_classes=0)) is None
+def test_the_own_head_is_the_models_linear_layer() -> None:
     weight, bias = own_head(tiny.tiny_model())
     assert weight.shape == (4, 48) and bias.shape == (4,)
+    assert own_head(tiny.tiny_model(num_classes=0)) is None
+
+
+def test_a_distilled_models_two_heads_are_one_over_both_tokens() -> None:
+    model = tiny.tiny_model("deit_tiny_distilled_patch16_224")
+    weight, bias = own_head(model)
+    tokens = torch.randn(3, 2, 48, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(tokens.flatten(1) @ weight.T + bias, model.forward_head(tokens))

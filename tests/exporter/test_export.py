@@ -151,7 +151,7 @@ def test_tuning_on_labelled_pictures_ends_in_figures_and_rates(
     )
     assert any(not np.array_equal(tuned[name], original[name]) for name in original)
     said = capsys.readouterr().err
-    assert all(word in said for word in ("Calibrating", "noisy frontend 2", "Playing few-shot sites", "SNR"))
+    assert all(word in said for word in ("Calibrating", "Tokens, tuning frontend 3", "Playing few-shot sites", "SNR"))
     assert _names(tmp_path) == ["front", "front.backend", "public"]
 
 
@@ -179,9 +179,11 @@ def test_trained_weights_need_real_images(tmp_path: Path) -> None:
 
 def test_an_early_cut_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     from exporter.build import _cut
+    from exporter.models import Facts
 
-    assert _cut(6, 12) == 6 and "two thirds would be 8" in capsys.readouterr().err
-    assert _cut(None, 12) == 8 and not capsys.readouterr().err
+    facts = Facts(12, None, tiny.SHAPE, tuple(map(str, range(12))))
+    assert _cut(6, facts) == 6 and "usual for this model: 8" in capsys.readouterr().err
+    assert _cut(None, facts) == 8 and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

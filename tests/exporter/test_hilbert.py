@@ -21,7 +21,7 @@ def test_the_transform_is_real_and_keeps_amplitude_mean_and_energy(height: int, 
     picture = _picture(height, width, seed)
     found = transform(picture)
     assert found.shape == picture.shape and found.dtype == np.float64
-    # Real: a spectrum whose mirror image is its conjugate. `transform` drops an imaginary part, so look at the spectrum.
+    # An imaginary part that `transform` dropped would be missing here.
     np.testing.assert_allclose(np.abs(np.fft.fft2(found)), np.abs(np.fft.fft2(picture)), atol=1e-9)
     np.testing.assert_allclose(found.mean((1, 2)), picture.mean((1, 2)), atol=1e-12)
     np.testing.assert_allclose(np.square(found).sum(), np.square(picture).sum(), rtol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import timm
 import torch
 from timm.layers import Attention
 from torch import nn
@@ -44,3 +45,12 @@ def test_a_whole_vit_is_the_sum_of_its_layers() -> None:
     model.train()
     count_macs(model, tiny.SHAPE)
     assert model.training and not any(each._forward_hooks for each in model.modules())
+
+
+def test_windows_attend_within_themselves() -> None:
+    args = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (2, 1), "num_heads": (1, 2)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, **args)
+    # 8 x 8 tokens 24 wide in 4 windows of 16, two blocks; merged to 4 x 4 of 48 in one window
+    first = 64 * (4 * 24 * 24 + 8 * 24 * 24) + 4 * 2 * 16 * 16 * 24
+    second = 16 * 96 * 48 + 16 * (4 * 48 * 48 + 8 * 48 * 48) + 2 * 16 * 16 * 48
+    assert count_macs(model, (3, 32, 32)) == 64 * 24 * 3 * 16 + 2 * first + second

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,16 @@ import torch
 
 pytest.importorskip("timm")
 
+from safetensors.torch import load_file
+
+from contract.config import resolve
 from contract.errors import UsageError
+from contract.images import normalise
 from contract.manifest import from_bytes
 from contract.signature import generate
 from edge_runtime.engines import open_engine
 from edge_runtime.install import signal_to_noise_db
+from exporter.cli import FIELDS, make_plan
 from exporter.masked_frontend import KEEP_NAME, MaskedFrontend, masked_frontend
 from exporter.onnx_graph import INPUT_NAME, export_float, inference_mode
 from exporter.runtime import open_session
@@ -65,10 +69,12 @@ def test_a_masked_package_runs_as_int8_on_any_choice_of_patches(tmp_path: Path) 
     assert len(linear) == len(cut.weights) == 9 and "patch_embed.proj" in linear  # four in each block
     engine = open_engine("onnxruntime", tmp_path / "front" / cut.onnx, 1)
     assert engine.kernels is not None and engine.kernels.int8 == 9 and not engine.kernels.dequantized
-    inputs = tiny.images(3).numpy()
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)  # further than calibration saw
+    inputs = normalise(pixels, manifest.image)
     whole = engine.run(inputs)
     assert whole.shape == (3, 17, 48) and report.figures["snr_db"] > 20
-    frontend, _ = split_model(tiny.tiny_model_of_export(), 2)
+    frontend, _ = split_model(tiny.tiny_model(), 2)
+    frontend.load_state_dict(load_file(tmp_path / "front.backend" / "frontend.safetensors"))
     for kept in (4, 9):
         keep = chosen(3, kept, 16)
         with inference_mode(frontend):
@@ -89,10 +95,10 @@ def test_a_model_without_patches_of_its_own_cannot_be_masked() -> None:
 
 
 def test_training_masks_with_its_own_flag() -> None:
-    from tests.exporter.test_training_choices import choices
-
+    asked = {"model": "m", "output": "front", "masked": True, "for": "sequential_split"}
+    given = {field.name: None for field in FIELDS} | asked
     with pytest.raises(UsageError, match="--keep-patches"):
-        replace(tiny.plan(Path("front")), int8=False, masked=True, training=choices())
+        make_plan(resolve("export", FIELDS, given, {}, None), force=False)
 
 
 def test_the_masked_frontend_shares_its_blocks_with_the_frontend_that_is_folded() -> None:

@@ -9,7 +9,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from exporter.onnx_check import Expected, check_file
-from exporter.onnx_graph import count_macs, export_float, fold_weight_transposes, inference_mode
+from exporter.onnx_graph import drop_empty_pads, export_float, fold_weight_transposes, inference_mode
 from exporter.quantize import linear_layers
 from exporter.runtime import open_session, run_tokens
 from exporter.split import split_model
@@ -111,12 +111,6 @@ def test_nodes_have_unique_names_and_linear_layers_their_own(graphs: Graphs) -> 
         assert set(linear_layers(graphs.frontend)) <= products
 
 
-def test_macs_are_those_of_the_layers(graphs: Graphs) -> None:
-    tokens, patches, d = 17, 16, 48
-    block = tokens * (3 * d * d + d * d + 8 * d * d) + 2 * tokens * tokens * d
-    assert count_macs(graphs.float_model, tokens, graphs.frontend) == patches * 3 * 8 * 8 * d + 2 * block
-
-
 @pytest.mark.slow
 def test_opset_17_is_loadable_by_older_runtimes() -> None:
     frontend, _ = split_model(tiny.tiny_model(depth=2), 1)
@@ -140,3 +134,17 @@ def test_large_weights_left_transposed_by_the_tracer_are_folded() -> None:
     assert [node.op_type for node in model.graph.node] == ["MatMul"]
     stored = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
     np.testing.assert_array_equal(stored["w_t"], weight.T)
+
+
+def test_padding_that_adds_nothing_is_taken_out() -> None:
+    nodes = [
+        onnx.helper.make_node("Pad", ["x", "none"], ["a"]),
+        onnx.helper.make_node("Pad", ["a", "some"], ["b"]),
+        onnx.helper.make_node("Relu", ["b"], ["y"]),
+    ]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [None, None]) for name in ("x", "y")]
+    pads = [numpy_helper.from_array(np.array(each, np.int64), name) for name, each in
+            (("none", [0, 0, 0, 0]), ("some", [0, 1, 0, 0]))]  # fmt: skip
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], pads))
+    drop_empty_pads(model)
+    assert [(node.op_type, list(node.input)) for node in model.graph.node] == [("Pad", ["x", "some"]), ("Relu", ["b"])]

@@ -11,6 +11,7 @@ from exporter.parity import (
     count_int8_layers,
     gate_float,
     gate_int8,
+    gate_top1,
     measure,
     snr_db,
 )
@@ -76,5 +77,28 @@ def test_layers_that_silently_run_in_float_are_never_forced(bad: dict[str, float
 
 
 def test_only_int8_kernels_are_counted() -> None:
-    kernels = {"MatMulIntegerToFloat": 6, "QGemm": 1, "MatMul": 4, "DequantizeLinear": 2}
-    assert count_int8_layers(kernels) == 7
+    kernels = {"MatMulIntegerToFloat": 6, "QGemm": 1, "QLinearConv": 2, "MatMul": 4, "FusedConv": 1}
+    assert count_int8_layers(kernels) == 9
+
+
+def test_equal_answers_pass_and_what_was_not_measured_is_not_judged() -> None:
+    assert gate_top1(0.8, 0.8, 0.7, 500, Limits(), force=False) is False
+    assert gate_top1(None, None, None, 0, Limits(), force=False) is False
+    assert gate_top1(0.8, 0.79, None, 500, Limits(), force=False) is False
+
+
+@pytest.mark.parametrize(
+    ("int8", "noisy", "said"),
+    [(0.75, 0.7, "INT8 answers 75.0%"), (float("nan"), 0.7, "INT8 answers"), (0.8, 0.1, "with noise 10.0%")],
+)
+def test_qu_03_lost_answers_are_refused_with_figures_unless_forced(int8: float, noisy: float, said: str) -> None:
+    with pytest.raises(GateError, match=said) as caught:
+        gate_top1(0.8, int8, noisy, 500, Limits(), force=False)
+    assert "of 500 held-out images float32 answers 80.0%" in caught.value.cause and "--force" in caught.value.cure
+    assert gate_top1(0.8, int8, noisy, 500, Limits(), force=True) is True
+
+
+def test_two_of_few_images_may_be_lost() -> None:
+    assert gate_top1(0.8, 0.6, None, 10, Limits(), force=False) is False
+    with pytest.raises(GateError):
+        gate_top1(0.8, 0.5, None, 10, Limits(), force=False)

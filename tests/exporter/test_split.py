@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
 from torch import nn
 
 from contract.errors import ExportError, UsageError
-from exporter.models import family_of
+from exporter.checkpoint import own_head
+from exporter.models import Facts, family_of
 from exporter.onnx_graph import inference_mode
-from exporter.split import backend_state, build_backend, check_cut, default_cut, split_model
+from exporter.split import backend_state, build_backend, check_cut, default_cut, split_model, split_tokens, usual_cut
 from tests.exporter import tiny
 
 VARIANTS = {
@@ -26,13 +29,14 @@ VARIANTS = {
 @pytest.mark.parametrize(("name", "more", "prefix"), VARIANTS.values(), ids=VARIANTS)
 def test_frontend_then_backend_equals_the_whole(name: str, more: dict, prefix: int) -> None:
     model = tiny.tiny_model(name, **more)
-    frontend, backend = split_model(model, 2)
+    frontend, backend, layout = split_tokens(model, 2)
     inputs = tiny.images(3)
+    weight, bias = own_head(model)
     with inference_mode(model):
-        whole = model.forward_head(model.forward_features(inputs), pre_logits=True)
+        whole = model(inputs)
         tokens = frontend(inputs)
-        joined = backend(tokens)
-    layout = family_of(model)[1].facts(model).layout
+        joined = nn.functional.linear(backend(tokens), weight, bias)
+    assert layout == family_of(model)[1].facts(model).layout
     assert (layout.prefix, layout.grid, layout.dim) == (prefix, (4, 4), 48)
     assert tokens.shape == (3, layout.count, layout.dim)
     torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-5)
@@ -58,18 +62,49 @@ def test_a_backend_is_rebuilt_without_the_frontend(name: str, more: dict, prefix
         torch.testing.assert_close(rebuilt(tokens), backend(tokens), rtol=0, atol=0)
 
 
+def test_a_distilled_models_heads_read_a_token_each() -> None:
+    """Their mean is one linear layer over both tokens; over the tokens' mean it would be another function."""
+    model = tiny.tiny_model("deit_tiny_distilled_patch16_224")
+    frontend, backend = split_model(model, 1)
+    weight, _ = own_head(model)
+    assert weight.shape == (4, 96)
+    with inference_mode(model):
+        features = backend(frontend(tiny.images(2)))
+        last = model.forward_features(tiny.images(2))
+    torch.testing.assert_close(features, torch.cat([last[:, 0], last[:, 1]], 1))
+    headless = tiny.tiny_model("deit_tiny_distilled_patch16_224", num_classes=0)
+    frontend, backend = split_model(headless, 1)
+    with inference_mode(headless):
+        torch.testing.assert_close(backend(frontend(tiny.images(2))), headless(tiny.images(2)))
+
+
+def test_pictures_need_not_be_square() -> None:
+    model = tiny.tiny_model(img_size=(32, 48))
+    frontend, backend, layout = split_tokens(model, 2)
+    inputs = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    with inference_mode(model):
+        tokens = frontend(inputs)
+        torch.testing.assert_close(backend(tokens), model.forward_head(model.forward_features(inputs), pre_logits=True))
+    assert layout.grid == (4, 6) and tokens.shape == (2, 25, 48)
+
+
 def test_every_family_of_the_folder_answers_the_same_questions() -> None:
     from exporter.models import _families, family_names
 
     assert "vit" in family_names()
     for name, family in _families():
-        for function in ("owns", "facts", "cut", "fold_sites"):
+        for function in ("owns", "facts", "layouts", "cut", "fill_buffers", "fold_sites"):
             assert callable(getattr(family, function, None)), f"{name} lacks {function}"
 
 
 @pytest.mark.parametrize(("depth", "cut"), [(24, 16), (12, 8), (3, 2), (2, 1), (7, 5)])
 def test_the_default_cut_is_two_thirds(depth: int, cut: int) -> None:
     assert default_cut(depth) == cut
+
+
+def test_a_family_may_have_a_cut_of_its_own() -> None:
+    facts = Facts(24, None, tiny.SHAPE, tuple(map(str, range(24))))
+    assert usual_cut(facts) == 16 and usual_cut(replace(facts, usual_cut=22)) == 22
 
 
 @pytest.mark.parametrize("cut", [0, 3, -1, 9])

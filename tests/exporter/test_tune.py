@@ -24,7 +24,22 @@ from exporter.few_shot import (
     turned,
 )
 from exporter.statistics import PublicTokens, TokenMoments
-from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
+from exporter.tune import (
+    PUBLISHED,
+    Classifier,
+    TokenSet,
+    TuneSettings,
+    backend_features,
+    disjoint_subsets,
+    fit_head,
+    linear_head,
+    mixed,
+    mixture,
+    settings_for,
+    top1,
+    tune,
+    union,
+)
 
 LAYOUT = TokenLayout(prefix=1, grid=(2, 2), dim=8)
 CLASSES = 6
@@ -140,6 +155,86 @@ def test_tuning_learns_to_read_noisy_tokens_and_repeats() -> None:
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert not any(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_share_0_of_a_mixture_is_the_plain_token_and_share_1_the_other_exactly() -> None:
+    """Invariant 3 of SA's step 4: lambda = 0 gives X_K, lambda = 1 gives X_m."""
+    tokens = _tokens(4)
+    rows = np.arange(24)
+    plain, other = tokens.rows(0, rows), tokens.rows(1, rows)
+    share = torch.zeros(24, 1, 1)
+    assert torch.equal(mixed(plain, other, share), plain)
+    assert torch.equal(mixed(plain, other, share + 1), other)
+
+
+def test_a_mixture_draws_one_share_per_sample_from_the_beta() -> None:
+    tokens = _tokens(200)
+    rows = np.arange(1200)
+    plain, other = tokens.rows(0, rows).double(), tokens.rows(1, rows).double()
+    found = mixture(tokens, 1, rows, 0.75, np.random.default_rng(0)).double()
+    shares = ((found - plain) / (other - plain)).flatten(1).nanmedian(1).values
+    torch.testing.assert_close(plain + shares[:, None, None] * (other - plain), found, rtol=0, atol=1e-5)
+    assert shares.mean() == pytest.approx(0.5, abs=0.04)
+    assert shares.var() == pytest.approx(0.25 / (2 * 0.75 + 1), abs=0.02)  # of Beta(a, a): 1 / (4 (2 a + 1))
+
+
+def test_three_subsets_are_disjoint_and_together_the_set() -> None:
+    subsets = disjoint_subsets(11, 3, np.random.default_rng(0))
+    assert sorted(map(len, subsets)) == [3, 4, 4]
+    assert sorted(np.concatenate(subsets).tolist()) == list(range(11))
+
+
+def test_the_published_form_is_one_epoch_of_adam_at_1e_5_over_three_subsets() -> None:
+    assert settings_for("paper") is PUBLISHED
+    assert (PUBLISHED.epochs, PUBLISHED.lr, PUBLISHED.mix, PUBLISHED.subsets, PUBLISHED.batch) == (1, 1e-5, 0.75, 3, 32)
+    assert not settings_for("noise-aware").published
+
+
+class Recorder(nn.Module):
+    """A backend that remembers the first channel of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.append(tokens[:, 0, 0].detach().round())
+        return (tokens * self.scale).mean(1)
+
+
+def _numbered(frontends: int) -> TokenSet:
+    """Tokens whose value says which of 2 * 6 pictures they are; frontends differ by thousands."""
+    rows = np.arange(12, dtype=np.float16)[:, None, None] * np.ones((1, LAYOUT.count, 8), np.float16)
+    return TokenSet(tuple(rows + 64 * number for number in range(frontends)), np.arange(6) % CLASSES)
+
+
+def _recorded(settings: TuneSettings, frontends: int) -> list[torch.Tensor]:
+    model = Classifier(Recorder(), nn.Linear(8, CLASSES))
+    tokens = _numbered(frontends)
+    tune(model, tokens, np.arange(6), np.arange(CLASSES), None, settings, np.random.default_rng(0), "cpu", "tuning")
+    return model.backend.seen
+
+
+def test_the_published_loss_sums_over_every_picture_its_transform_and_every_frontend_once() -> None:
+    tokens = _numbered(5)
+    assert union(tokens, np.array([1, 4])).tolist() == [1, 4, 7, 10]
+    seen = _recorded(TuneSettings(epochs=1, batch=4, mix=1e9, published=True), 5)  # shares are all one half
+    assert [len(each) for each in seen] == [16, 16, 16]  # 4 samples with each of the frontends m = 0 to 3
+    values = torch.cat(seen)  # half of 64 is what a frontend adds to a picture's number
+    number, frontend = values % 32, values // 32
+    assert sorted(frontend.tolist()) == [1.0] * 12 + [2.0] * 12 + [3.0] * 12 + [4.0] * 12
+    for m in (1, 2, 3, 4):
+        assert sorted(number[frontend == m].tolist()) == list(range(12))
+
+
+def test_noise_aware_tuning_shows_each_image_or_its_transform_and_one_frontend_a_batch() -> None:
+    seen = _recorded(TuneSettings(epochs=40, batch=6, mix=1e9), 2)
+    assert all(len(each) == 6 for each in seen) and len(seen) == 40
+    assert all(sorted((each % 32 % 6).tolist()) == list(range(6)) for each in seen)
+    transformed = (torch.cat(seen) % 32 >= 5.5).float().mean()
+    assert transformed == pytest.approx(0.5, abs=0.1)
+    assert {float((each // 32).mean()) for each in seen} == {0.0, 1.0}
 
 
 def test_tuning_on_some_classes_never_shows_the_others() -> None:

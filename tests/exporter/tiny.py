@@ -16,7 +16,7 @@ from contract.signature import PrivateKey, generate
 from exporter.build import Report, Surroundings, export
 from exporter.few_shot import FewShotSettings
 from exporter.plan import ExportPlan, Limits
-from exporter.tune import TuneSettings
+from exporter.tune import settings_for
 
 MODEL = "vit_tiny_patch16_224"
 ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 4}
@@ -76,4 +76,5 @@ def surroundings(key: PrivateKey | None = None) -> Surroundings:
 
 def run(output: Path, key: PrivateKey | None = None, **changes: object) -> Report:
     """Export as the command does, with small limits."""
-    return export(plan(output, **changes), surroundings(key), LIMITS, TuneSettings(), QUICK_TASKS)
+    chosen = plan(output, **changes)
+    return export(chosen, surroundings(key), LIMITS, settings_for(chosen.tune), QUICK_TASKS)

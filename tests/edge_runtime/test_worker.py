@@ -1,0 +1,27 @@
+"""What the signed manifest decides about the worker's answers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from edge_runtime.equip import equip
+from edge_runtime.worker import Upload, Worker
+from tests.edge_runtime.fake_package import write_device, write_images, write_package
+
+
+@pytest.mark.parametrize(("family", "retrieved"), [("vit", True), ("swin", False), ("resnet", False), ("vgg", False)])
+def test_patches_are_retrieved_only_in_families_that_keep_them(tmp_path: Path, family: str, retrieved: bool) -> None:
+    package = write_package(tmp_path / "front", family=family)
+    config = write_device(tmp_path / "device", package, write_images(tmp_path / "images", {"a": 3, "b": 3}))
+    equipment = equip(config, "adapt", threading.Event(), lambda text: None)
+    try:
+        assert isinstance(equipment.worker, Worker)
+        (message,) = equipment.worker.collect(Upload("run.features", "train", 1.0, 1 << 16))
+    finally:
+        equipment.state.close()
+    assert (message.sources is not None) == retrieved
+    extra_bytes = message.sources.nbytes if message.sources is not None else 0
+    assert equipment.worker.counters.payload_bytes == message.codes.nbytes + extra_bytes
