@@ -33,7 +33,7 @@ def make_tuning_frontends(
     halves: Halves, plan: ExportPlan, public: PublicSet, parts: Parts, limits: Limits, threads: int, scratch: Path,
     subsets: int, rng: np.random.Generator,
 ) -> tuple[TuningFrontend, ...]:  # fmt: skip
-    """One frontend for each subset that can calibrate one; `halves` stay as they are. None of them for a float32 export, where
+    """One frontend for each subset that can calibrate one; `halves` stay as they are. None for a float32 export, where
     all would be the same.
 
     Raises ExportError when a step fails. Limits are those of the frontend that is sent, so none is kept here.

@@ -41,7 +41,7 @@ from exporter.plan import ExportPlan, Limits
 from exporter.public_set import draw_synthetic
 from exporter.quantize import QuantizedLinear, weight_codes
 from exporter.split import split_model
-from exporter.tune import TuneSettings
+from exporter.tune import settings_for
 from tools.bench_engine_device import timed
 from tools.bench_training_device import peak_bytes
 
@@ -138,7 +138,7 @@ def publish(case: Case, output: Path, masked: bool) -> None:
     )  # fmt: skip
     around = Surroundings(generate(), lambda: datetime.now(timezone.utc), torch.get_num_threads(), "cpu")
     limits = Limits(synthetic_images=SYNTHETIC_IMAGES, compared_images=2, golden_images=1)
-    export(plan, around, limits, TuneSettings(), FewShotSettings())
+    export(plan, around, limits, settings_for(plan.tune), FewShotSettings())
 
 
 def write_products(folder: Path, which: str, shape: tuple[int, int, int]) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from contract.errors import TrainingError
 from contract.messages import ASK_KINDS, Activations, Features, Gradient, Message, Settled, Update, Welcome
 from contract.messages import Ask as AskMessage
+from contract.tokens import sent_layout
 from edge_runtime.predictions import accuracy, predict
 from edge_runtime.terms import check_ask, check_welcome
 from edge_runtime.worker import Upload as Release
@@ -98,11 +99,10 @@ class Answers:
     def _join(self, device: Device | PartDevice, messages: Iterable[Message]) -> Upload:
         """One upload of a device's batches, in the device's order."""
         batches = sorted((each for each in messages if isinstance(each, Features)), key=lambda each: each.batch)
-        terms = device.terms
+        terms, cut = device.terms, device.installed.cut
+        layout = sent_layout(cut.tokens, cut.sent.kept)
         for batch in batches:
-            check_features(
-                batch, Expected(device.installed.cut.tokens, self._terms.label_mode), terms.class_count, "adapt"
-            )
+            check_features(batch, Expected(layout, self._terms.label_mode), terms.class_count, "adapt")
         optional = {
             name: np.concatenate([getattr(each, name) for each in batches])
             for name in ("sources", "labels")

@@ -33,6 +33,7 @@ KINDS = {
     "norm before the blocks": (tiny.MODEL, {"pre_norm": True}),
     "not square": (tiny.MODEL, {"img_size": (32, 48)}),
 }
+OFTEN = ("class token", "distilled", "not square")  # the others run with the slow tests
 
 
 def chosen(batch: int, kept: int, patches: int, seed: int = 0) -> np.ndarray:
@@ -40,7 +41,9 @@ def chosen(batch: int, kept: int, patches: int, seed: int = 0) -> np.ndarray:
     return np.stack([rng.permutation(patches)[:kept] for _ in range(batch)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in KINDS]
+)
 def test_chosen_patches_give_what_the_frontend_gives_for_them(kind: str) -> None:
     name, more = KINDS[kind]
     model = tiny.tiny_model(name, **more)

@@ -48,7 +48,10 @@ class Deployed:
         return make_device(config, self.trusted, lambda path: open_engine("onnxruntime", path, 1))
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[] if each == "swin" else pytest.mark.slow, id=each) for each in MODELS],
+)
 def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     root, key = tmp_path_factory.mktemp("deployed"), generate()
     name, arguments, split = MODELS[request.param]
@@ -60,7 +63,9 @@ def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Deployed(root, request.param, {key_id(key.public_key()): key.public_key()})
 
 
-@pytest.mark.parametrize(("strategy", "epochs"), [("split_adaptation", 20), ("linear_probe", 30)])
+@pytest.mark.parametrize(
+    ("strategy", "epochs"), [("split_adaptation", 20), pytest.param("linear_probe", 30, marks=pytest.mark.slow)]
+)
 def test_a_site_learns_from_what_its_device_sends(deployed: Deployed, strategy: str, epochs: int) -> None:
     folder = backend_folder.read(deployed.root / "front.backend")
     theta_b = backend.load(folder, KAPPA, torch.device("cpu"))
