@@ -234,10 +234,10 @@ def write_engine(path: Path) -> int:
 
     weight = np.random.default_rng(0).standard_normal((768, 384), np.float32)
     graph = helper.make_graph(
-        [helper.make_node("Reshape", ["image", "shape"], ["patches"]),
+        [helper.make_node("Reshape", ["images", "shape"], ["patches"]),
          helper.make_node("MatMul", ["patches", "weight"], ["tokens"])],
         "frontend",
-        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [1, 3, 64, 64])],
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])],
         [helper.make_tensor_value_info("tokens", TensorProto.FLOAT, [1, 16, 384])],
         [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(np.array([1, 16, 768]), "shape")],
     )  # fmt: skip

@@ -31,7 +31,10 @@ ENGINES = ("onnxruntime", "torch")
 # int8 codes, that code flips, and the rest of this image moves by about 0.3 % of its wire codes. Measured on this
 # package: 0 of the 9,792 codes for training and 0.09 % of the 12,240 for prediction, one step each. In a deep frontend
 # flips make further flips: a ViT-S cut after block 8 had 26 % (kappa 0.25) and 14 % (kappa 1), 42 dB below the tokens.
-CODES_OFF_BY_ONE = 0.002
+# Where rounding tips a code inside the frontend, the whole token moves: in 7 draws of noise at most one of 204 tokens
+# did, in 18 of its values by one wire step and in one by two. Two such tokens pass.
+CODES_OFF = 0.004
+CODES_OFF_BY_TWO = 0.0003
 
 
 def open_frontend(engine: str) -> Callable[[Path], Any]:
@@ -71,8 +74,9 @@ def pair(package: Path, tmp_path: Path) -> Callable[..., list[Device]]:
 def check_codes(expected: list[Message], found: list[Message]) -> None:
     real, ours = (np.concatenate([each.codes for each in messages]) for messages in (expected, found))  # type: ignore[union-attr]
     steps = np.abs(real.astype(int) - ours)
-    assert steps.max() <= 1
-    assert (steps > 0).mean() <= CODES_OFF_BY_ONE
+    assert steps.max() <= 2
+    assert (steps > 1).mean() <= CODES_OFF_BY_TWO
+    assert (steps > 0).mean() <= CODES_OFF
 
 
 def test_training_features_are_the_real_workers_but_for_rounding(pair: Callable[..., list[Device]]) -> None:
