@@ -28,9 +28,9 @@ FRAME_BYTES = 1 << 13  # several batches
 ENGINES = ("onnxruntime", "torch")
 
 # Two engines round float32 differently in the last bits. Where a value inside the frontend lies on the edge between two
-# int8 codes, that code flips, and the token moves: in 7 draws of weight noise at most one of 204 tokens did, in 17 of its
-# wire codes by one step and in one by two. Two such tokens pass. In a deep frontend flips make further flips: a ViT-S
-# cut after block 8 had 26 % (kappa 0.25) and 14 % (kappa 1), 42 dB below the tokens.
+# int8 codes, that code flips, and the token moves: in 7 draws of weight noise at most one of 204 tokens did, in 17 of
+# its wire codes by one step and in one by two. Two such tokens pass. In a deep frontend flips make further flips: a
+# ViT-S cut after block 8 had 26 % (kappa 0.25) and 14 % (kappa 1), 42 dB below the tokens.
 CODES_OFF = 0.004
 CODES_OFF_BY_TWO = 0.0003
 
