@@ -24,6 +24,7 @@ from contract.errors import UsageError
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_html, to_text
 from tools.output import open_output
+from tools.reproduce import finished
 from tools.reproduce_noise_attack import Attacker, AttackRule, Pairs, Quality, images_of, patches_of, quality
 from tools.reproduce_noise_learning import (
     TUNES,
@@ -128,7 +129,7 @@ def main() -> int:
             "row_schema": ROW_SCHEMA, "world": world.name, "recipe": asdict(recipe), "size": asdict(size),
             "seeds": options.seeds, "shots": options.shots, "test_images": options.test_images,
         }  # fmt: skip
-        row = stored(path, json.loads(json.dumps(head)))
+        row = finished(path, json.loads(json.dumps(head)))
         if row is None:
             if options.seconds and time.monotonic() - STARTED_S > options.seconds:
                 say(f"no time left for: {recipe.name}")
@@ -155,16 +156,6 @@ def mine(share: tuple[int, int], only: str | None) -> list[Recipe]:
 
 def slug(recipe: Recipe) -> str:
     return "".join(c if c.isalnum() or c == "." else "-" for c in recipe.name).replace("--", "-")
-
-
-def stored(path: Path, head: dict[str, object]) -> dict[str, object] | None:
-    """The row at `path` if it is whole and answers the same question."""
-    try:
-        row = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
-    return row if same and "accuracy" in row else None
 
 
 class Study:
