@@ -136,12 +136,17 @@ class Worker:
             with self._stages.measure("extract"), self._around.open_progress(total, "features", "images") as bar:
                 extract(self._bench.frontend, self.samples, path, self._ticking(bar))
             sources = self._retrieve(path, total, layout) if self._bench.retrieves_patches else None
+
+            def tokens_of(start: int, count: int) -> NDArray[np.float16]:
+                tokens = read_features(path, layout, start, count)
+                if start + count == total:  # gone before the last batch is: with it the server may let this device go
+                    path.unlink()
+                return tokens
+
             self._stages.begin("upload")  # ended by the caller, when the server has it all
-            yield from self._batches(upload, lambda start, count: read_features(path, layout, start, count), sources)
+            yield from self._batches(upload, tokens_of, sources)
         finally:
-            path.unlink(
-                missing_ok=True
-            )  # clean features show the images: they go as soon as the spool has the noisy ones
+            path.unlink(missing_ok=True)  # clean features show the images: they stay no longer than they are needed
 
     def _retrieve(self, path: Path, total: int, layout: TokenLayout) -> NDArray[np.uint16]:
         with (
