@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ from tools import demo, demo_data, demo_model
 
 ROOT = Path(__file__).parents[1]
 FULL_MODEL = "vit_small_patch16_224"
-FULL_ARGS = {"img_size": 64, "patch_size": 8, "num_classes": 200}
+TRAINED_ON = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # how the weights' images were normalised
+FULL_ARGS = {"img_size": 64, "patch_size": 8, "num_classes": 200, "pretrained_cfg_overlay": TRAINED_ON}
 FULL_SPLIT = 8
 PUBLIC_ARCHIVE = "data/tinyimagenet_server.zip"
 FULL_WEIGHTS = "models/vit_small_p8_64_tin200.safetensors"
@@ -70,7 +72,7 @@ class World:
     name: str
     root: Path
     model: str
-    model_args: Mapping[str, int | str]
+    model_args: Mapping[str, Any]
     weights: Path
     public: Path
     notes: Mapping[str, str]  # dataset -> what it is
