@@ -26,6 +26,7 @@ from exporter.split import build_backend
 
 from .backend_folder import BackendFolder
 
+SMALLEST_SPREAD = 1e-6  # of a feature over images: below it there is nothing but rounding
 RESIDENT_SHARE = 0.25  # of a GPU's free memory that a site's codes may take
 
 
@@ -213,6 +214,12 @@ def new_head(width: int, classes: int, seed: int, site: str, device: torch.devic
         head.weight.copy_(torch.empty(classes, width).uniform_(-bound, bound, generator=generator))
         head.bias.zero_()
     return head.to(device)
+
+
+def standard_of(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and spread (f,) of features (n,f); the spread is 1 where all images have the same value."""
+    spread = features.std(dim=0, correction=0)
+    return features.mean(dim=0), torch.where(spread > SMALLEST_SPREAD, spread, 1.0)
 
 
 def adam(groups: Iterable[tuple[Iterable[nn.Parameter], float]]) -> torch.optim.Adam:

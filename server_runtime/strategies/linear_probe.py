@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from contract.errors import TrainingError
 
-from ..backend import Backend, load_module, module_state, new_head
+from ..backend import Backend, load_module, module_state, new_head, standard_of
 from ..epochs import pool
 from ..store import Upload
 from . import Ask, Conduct, Progress, Record, Settings, Site, State
@@ -50,7 +50,7 @@ class LinearProbe:
         yield Progress("computing features", 0)
         features, labels = _dataset(self._backend, uploads, s.seed)  # (n,f), (n,)
         # Standardised, so that one grid suits every backend; folded into the head at the end.
-        mean, scale = features.mean(dim=0), features.std(dim=0, correction=0).clamp_min(1e-6)
+        mean, scale = standard_of(features)
         inputs = (features - mean) / scale
         lr, l2, held_out = choose_setting(inputs, labels, site.classes, s.epochs)
         yield Progress("training the head", 1)
