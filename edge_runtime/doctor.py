@@ -1,6 +1,7 @@
-"""edge-doctor: which energy meter this device has, what it sees and shows now, and why the others are not usable.
+"""edge-doctor: which device this is and what does not work there; its energy meter, and why not another.
 
-What each meter is and needs is its own file's; `--root` looks into another file system, such as a recorded board's.
+What each meter is and needs is its own file's, what is known of a device its profile's; `--root` looks into another
+file system, such as a recorded board's.
 """
 
 from __future__ import annotations
@@ -14,14 +15,33 @@ from pathlib import Path
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import UsageError
 from edge_runtime.meters import Meter, Plug, open_plug, probe
+from profiles import Profile, load
+from profiles.detect import applies, detect, find_l4t
 
 WATCH_S = 2.5  # long enough for a plug, which shows a new value about once a second
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """The meter that edge-run would use; `power_w` None when unknown, and then `reason` says why."""
+class Device:
+    """The profile that fits; `status` says what was ever run on such a device, `unsupported` what does not work there,
+    why, and what to do."""
 
+    profile: str
+    title: str
+    status: str
+    runtime: str
+    engine: str
+    unsupported: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The meter that edge-run would use; `power_w` None when unknown, and then `reason` says why.
+
+    `device` None: no profile fits, so that what works there is unknown.
+    """
+
+    device: Device | None
     meter: str
     scope: str
     quality: str
@@ -33,11 +53,19 @@ class Diagnosis:
 def examine(
     root: Path, clock: Callable[[], float], wait: Callable[[float], None], plug: Plug | None = None
 ) -> Diagnosis:
-    """Find the meter under `root` and watch it for a moment."""
-    found = probe(root, plug)
+    """Name the device under `root`, find its meter and watch it for a moment."""
+    found, name = probe(root, plug), detect(root)
     power_w, reason = _watch(found.meter, clock, wait)
+    device = None if name is None else describe(load(name), root)
     meter = found.meter
-    return Diagnosis(meter.name, meter.scope, meter.quality, power_w, reason, found.reasons)
+    return Diagnosis(device, meter.name, meter.scope, meter.quality, power_w, reason, found.reasons)
+
+
+def describe(profile: Profile, root: Path) -> Device:
+    """What is known of such a device, with the release under `root`."""
+    software = profile.software
+    unsupported = applies(profile, find_l4t(root))
+    return Device(profile.name, profile.title, profile.status, software.runtime, software.engine, unsupported)
 
 
 def _watch(meter: Meter, clock: Callable[[], float], wait: Callable[[float], None]) -> tuple[float | None, str | None]:
@@ -69,7 +97,15 @@ def edge_doctor(arguments: argparse.Namespace) -> int:
 def in_words(diagnosis: Diagnosis) -> str:
     """The diagnosis as a person reads it."""
     power = "unknown" if diagnosis.power_w is None else f"{diagnosis.power_w:.2f} W now"
-    lines = [
+    device = diagnosis.device
+    lines = ["device    no profile fits it"]
+    if device is not None:
+        lines = [
+            f"device    {device.title}: profile {device.profile}, {device.status}",
+            f"runtime   {device.runtime}, {device.engine}",
+            *(f"not there {line}" for line in device.unsupported),
+        ]
+    lines += [
         f"meter     {diagnosis.meter}",
         f"scope     {diagnosis.scope}",
         f"quality   {diagnosis.quality}",
@@ -82,7 +118,9 @@ def in_words(diagnosis: Diagnosis) -> str:
 
 def main() -> int:
     """Entry point of edge-doctor."""
-    commands = ArgumentParser("edge-doctor", "Say which energy meter this device has, and why not another.")
+    commands = ArgumentParser(
+        "edge-doctor", "Say which device this is, what does not work there, and how energy is measured."
+    )
     commands.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="file system to look in")
     commands.add_argument("--plug", metavar="HOST[:PORT][/OUTLET]", help="TP-Link smart plug that feeds this device")
     commands.add_argument("--plug-account", type=Path, metavar="FILE", help="two lines: its owner's name and password")

@@ -33,7 +33,7 @@ from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.int8_check import int8_lost, quantized_layers
 from edge_runtime.label_keeper import LabelKeeper
-from edge_runtime.meters import open_plug, probe
+from edge_runtime.meters import open_plug, probe, read_model
 from edge_runtime.package_choice import PackageChoice, choose_package
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.pipeline import Frontend
@@ -146,7 +146,8 @@ def equip_state(
     plan = installed.training
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
-    stages = Stages(probe(plug=open_plug(config.plug, config.plug_account)).meter, time.monotonic)
+    plug, model = open_plug(config.plug, config.plug_account), read_model(config.power_model)
+    stages = Stages(probe(plug=plug, model=model).meter, time.monotonic)
     around = Surroundings(open_bar, lambda: check_stop(stop))
     codes_changed: float | None = None
     worker: Worker | PartWorker

@@ -39,9 +39,17 @@ class Report:
     saturated: float | None
     stages_s: dict[str, float]
     stages_energy_j: dict[str, float | None]
-    energy_j: float | None
+    stages_energy_bound_j: dict[str, float | None]  # the truth is within so many joules of the figure
+    energy_j: float | None  # of the time in which any stage ran; stages may overlap
+    energy_bound_j: float | None
+    energy_per_upload_j: float | None  # for each ask of the server that was answered in whole, all stages together
+    energy_per_upload_bound_j: float | None
     energy_reason: str | None
     energy_scope: str | None  # meter, and what it sees; None where energy is unknown
+    mean_power_w: float | None
+    peak_power_w: float | None
+    peak_window_s: float | None  # the peak is one over so long: what the sensor averages
+    slowed_down: tuple[dict[str, str], ...]  # what the device said of heat or a weak supply: not comparable then
     engine: str
     engine_fallback: str | None
     threads: int
@@ -128,11 +136,38 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
         f"{report.messages_sent_again} messages sent again",
     )
     yield "time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.stages_s.items()) or "-"
+    yield from energy_rows(report)
+    for flag in report.slowed_down:
+        yield "slowed down", f"{flag['name']}: {flag['words']}"
+    yield "memory", f"{report.peak_rss_mb:.0f} MB at most"
+
+
+def energy_rows(report: Report) -> Iterable[tuple[str, str]]:
+    """Energy with its bound, power with the window of its peak."""
     if report.energy_j is None:
         yield "energy", f"unknown: {report.energy_reason}"
-    else:
-        yield "energy", f"{report.energy_j:.1f} J ({report.energy_scope})"
-    yield "memory", f"{report.peak_rss_mb:.0f} MB at most"
+        return
+    yield "energy", f"{joules(report.energy_j, report.energy_bound_j)} ({report.energy_scope})"
+    each = [
+        f"{name} {joules(energy_j, report.stages_energy_bound_j.get(name))}"
+        for name, energy_j in report.stages_energy_j.items()
+    ]
+    yield "", ", ".join(each)
+    if report.energy_per_upload_j is not None and report.round_trips > 1:
+        yield "", f"{joules(report.energy_per_upload_j, report.energy_per_upload_bound_j)} for each of the uploads"
+    if report.energy_reason:
+        yield "", report.energy_reason
+    if report.mean_power_w is not None and report.peak_power_w is not None and report.peak_window_s is not None:
+        over = f"over {report.peak_window_s * 1e3:.0f} ms" if report.peak_window_s else "in one conversion"
+        yield "power", f"{report.mean_power_w:.2f} W mean, {report.peak_power_w:.2f} W peak {over}"
+
+
+def joules(energy_j: float | None, bound_j: float | None) -> str:
+    """Energy and its bound; one that is as wide as the figure says that the stage was too short to be measured."""
+    if energy_j is None or bound_j is None:
+        return "unknown"
+    too_short = ", too short to tell" if bound_j >= energy_j > 0.0 else ""
+    return f"{energy_j:.1f} J \N{PLUS-MINUS SIGN} {bound_j:.1f}{too_short}"
 
 
 def shown(value: object) -> str:

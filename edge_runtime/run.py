@@ -11,7 +11,8 @@ import random
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -30,6 +31,7 @@ from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
 from edge_runtime.threads import in_worker
+from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.worker import Worker
 
@@ -61,6 +63,7 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     """
     tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
     signals = StopSignals(say)
+    watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())
     await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -75,13 +78,13 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
         return None
     try:
         if equipment.predicts_alone:
-            return await in_worker(lambda: predict_alone(equipment))
-        return await converse(equipment, signals, once, say)
+            return await in_worker(lambda: predict_alone(equipment, watch))
+        return await converse(equipment, signals, once, say, watch)
     finally:
         equipment.state.close()
 
 
-def predict_alone(equipment: Equipment) -> Report:
+def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
     """Predictions by the whole model that this device holds: no server hears of them.
 
     Raises: ConfigError when it holds none.
@@ -90,14 +93,17 @@ def predict_alone(equipment: Equipment) -> Report:
     try:
         scores = equipment.worker.predict_alone()
     except Stopped:
-        return make_report(equipment, "stopped", None, Talk(Traffic()))
+        return make_report(equipment, "stopped", None, Talk(Traffic()), watch)
     equipment.stages.end("predict")
+    time.sleep(equipment.stages.settle_s)
     predictions = predict(scores, equipment.dataset, equipment.wire_labels, None)
-    report = make_report(equipment, "done", None, Talk(Traffic()))
+    report = make_report(equipment, "done", None, Talk(Traffic()), watch)
     return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
 
 
-async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None]) -> Report:
+async def converse(
+    equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None], watch: SlowdownWatch
+) -> Report:
     """The conversation with the server, and the report of it."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
@@ -108,6 +114,7 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
 
         def on_tick() -> None:
             stages.sample()
+            watch.look()
             if bar.draw():
                 stages.end("upload")
 
@@ -121,8 +128,9 @@ async def converse(equipment: Equipment, signals: StopSignals, once: bool, say: 
     for stage in ("upload", "predict"):
         stages.end(stage)
     await settle_worker(delivery)
+    await asyncio.sleep(stages.settle_s)  # until the meter has told of the last stage
     talk = Talk(client.traffic, conduct.sent_again, conduct.sent_again_most, delivery.round_trips)
-    report = make_report(equipment, outcome.reason, conduct.welcome, talk)
+    report = make_report(equipment, outcome.reason, conduct.welcome, talk, watch)
     if outcome.reason == "collected":
         say("the server has everything: this device may be switched off while it trains")
     welcome = conduct.welcome if window is None and outcome.reason in FINAL_REASONS else None
@@ -211,11 +219,13 @@ class Talk:
     round_trips: int = 0
 
 
-def make_report(equipment: Equipment, outcome: str, welcome: Welcome | None, talk: Talk) -> Report:
+def make_report(
+    equipment: Equipment, outcome: str, welcome: Welcome | None, talk: Talk, watch: SlowdownWatch
+) -> Report:
     """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
     dataset = equipment.dataset
-    energy_j, reason = total_energy(costs, equipment.stages.energy_reason())
+    spent = equipment.stages.total() if costs else StageCost(0.0, None, reason="no stage was run")
     return Report(
         outcome=outcome,
         run=welcome.run if welcome else None,
@@ -237,9 +247,17 @@ def make_report(equipment: Equipment, outcome: str, welcome: Welcome | None, tal
         saturated=counters.saturated / counters.codes if counters.codes else None,
         stages_s={name: cost.seconds for name, cost in costs.items()},
         stages_energy_j={name: cost.energy_j for name, cost in costs.items()},
-        energy_j=energy_j,
-        energy_reason=reason,
-        energy_scope=None if energy_j is None else equipment.stages.scope,
+        stages_energy_bound_j={name: cost.bound_j for name, cost in costs.items()},
+        energy_j=spent.energy_j,
+        energy_bound_j=spent.bound_j,
+        energy_per_upload_j=per_upload(spent.energy_j, talk.round_trips),
+        energy_per_upload_bound_j=per_upload(spent.bound_j, talk.round_trips),
+        energy_reason=spent.reason,
+        energy_scope=None if spent.energy_j is None else equipment.stages.scope,
+        mean_power_w=spent.mean_w,
+        peak_power_w=spent.peak_w,
+        peak_window_s=spent.peak_window_s,
+        slowed_down=tuple(asdict(flag) for flag in watch.flags()),
         engine=equipment.engine.name,
         engine_fallback=equipment.choice.fallback_reason,
         threads=equipment.engine.threads,
@@ -258,9 +276,6 @@ def make_report(equipment: Equipment, outcome: str, welcome: Welcome | None, tal
     )
 
 
-def total_energy(costs: Mapping[str, StageCost], reason: str | None) -> tuple[float | None, str | None]:
-    """Joules of all stages together, or None with the reason; a sum of which a part is missing is no sum."""
-    known = [cost.energy_j for cost in costs.values() if cost.energy_j is not None]
-    if costs and len(known) == len(costs):
-        return sum(known), reason
-    return None, reason or ("no stage was run" if not costs else "a stage could not be measured")
+def per_upload(joules: float | None, uploads: int) -> float | None:
+    """None where joules are unknown or there was no upload."""
+    return joules / uploads if joules is not None and uploads else None

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = {"contract", "edge_runtime", "exporter", "server_runtime", "tools", "tests"}
+OURS = {"contract", "edge_runtime", "exporter", "profiles", "server_runtime", "tools", "tests"}
 
 # Package -> (our packages it may import, third-party modules it may import). None: no limit.
 RULES: dict[str, tuple[set[str], set[str] | None]] = {
     "contract": (set(), {"numpy", "PIL", "safetensors", "cryptography", "tqdm", "tomli", "tomllib"}),
+    "profiles": (set(), {"tomli", "tomllib"}),
     "edge_runtime": (
-        {"contract"},
+        {"contract", "profiles"},
         {"numpy", "onnxruntime", "websockets", "psutil", "cryptography", "safetensors"},
     ),
-    "exporter": ({"contract"}, None),
-    "server_runtime": ({"contract", "exporter.split", "exporter.models"}, None),
+    "exporter": ({"contract", "profiles"}, None),
+    "server_runtime": ({"contract", "profiles", "exporter.split", "exporter.models"}, None),
 }
 
 

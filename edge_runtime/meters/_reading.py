@@ -1,6 +1,7 @@
 """What every meter answers: joules, or None with the reason; and in which words a meter says what it measures.
 
 Figures of different scope are never compared: a wall plug counts the power supply's loss, a module's rail does not.
+Nor is a modelled figure compared with anything.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Quality: TypeAlias = Literal["measured", "derived", "unknown"]  # derived: by a formula from what was measured
+# derived: by a formula from what was measured; modelled: from constants; replayed: from a recording
+Quality: TypeAlias = Literal["measured", "derived", "modelled", "replayed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -17,3 +19,7 @@ class Reading:
 
     energy_j: float | None
     reason: str | None = None
+
+
+class CounterLostError(ValueError):
+    """A counter that cannot be continued from what it showed before: what it counted in between is unknown."""

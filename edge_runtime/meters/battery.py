@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
 
-SAMPLING = Sampling(interval_s=2.0, gap_most_s=10.0)
+SAMPLING = Sampling(interval_s=2.0, gap_most_s=10.0, timing=Timing(doubt_s=30.0))
 
 
 class BatterySensor:
@@ -34,7 +35,7 @@ class BatterySensor:
 def open_battery(root: Path) -> tuple[SampledMeter | None, list[str]]:
     """A meter on all system batteries, or None with the reason."""
     places = root / "sys/class/power_supply"
-    folders = [folder for folder in sorted(places.glob("BAT*")) if _text(folder / "scope") != "Device"]
+    folders = [folder for folder in sorted(places.glob("*")) if _feeds_the_machine(folder)]
     if not folders:
         return None, ["battery: none under /sys/class/power_supply"]
     sensor = BatterySensor(folders)
@@ -43,6 +44,13 @@ def open_battery(root: Path) -> tuple[SampledMeter | None, list[str]]:
     except (OSError, ValueError) as error:
         return None, [f"battery: {error}"]
     return SampledMeter(sensor, SAMPLING), []
+
+
+def _feeds_the_machine(folder: Path) -> bool:
+    """Not a mouse's, which shows no power, and no supply; drivers name batteries as they like."""
+    shows_power = (folder / "power_now").exists() or (folder / "current_now").exists()
+    is_battery = folder.name.startswith("BAT") or (_text(folder / "type") == "Battery" and shows_power)
+    return is_battery and _text(folder / "scope") != "Device"
 
 
 def _is_discharging(folder: Path) -> bool:

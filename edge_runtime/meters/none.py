@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from edge_runtime.meters._pieces import Piece, Timing
 from edge_runtime.meters._reading import Quality, Reading
 
 
@@ -11,9 +14,15 @@ class NoMeter:
     name = "none"
     scope = "nothing"
     quality: Quality = "unknown"
+    timing = Timing()
+    settle_s = 0.0
 
     def __init__(self, reason: str) -> None:
-        self._reason = reason
+        self.note: str | None = reason
 
     def read(self, now_s: float) -> Reading:
-        return Reading(None, self._reason)
+        return Reading(None, self.note)
+
+    def watch(self, sink: Callable[[Piece], None], fine: bool = False) -> Callable[[], None]:
+        """Nothing will come."""
+        return lambda: None

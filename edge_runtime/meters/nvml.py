@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from edge_runtime.meters._reading import Quality, Reading
+from edge_runtime.meters._pieces import Timing
+from edge_runtime.meters._reading import CounterLostError, Quality
+from edge_runtime.meters._sampled import SampledMeter, Sampling
+
+# Often enough to see when the counter changes.
+SAMPLING = Sampling(interval_s=0.1, gap_most_s=60.0, fine_interval_s=0.02, timing=Timing(window_s=0.1, counts=True))
 
 
-class NvmlMeter:
+class NvmlSensor:
     """Adds up the boards' counters, which start with their driver."""
 
     name = "nvml"
@@ -22,27 +28,26 @@ class NvmlMeter:
     def __init__(self, nvml: Any, handles: list[Any]) -> None:
         self.scope = f"{len(handles)} GPU board(s)"
         self._nvml, self._handles = nvml, handles
-        self._first_mj: int | None = None
+        self._before_mj = [0] * len(handles)
 
-    def read(self, now_s: float) -> Reading:
-        """Joules since the first read; unknown where a board does not answer or its driver was loaded again."""
+    def read_j(self) -> float:
+        """Joules. Raises: OSError when a board does not answer, CounterLostError when its driver was loaded again."""
         try:
-            counted_mj = sum(int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(each)) for each in self._handles)
+            counted_mj = [int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(each)) for each in self._handles]
         except self._nvml.NVMLError as error:
-            return Reading(None, f"nvml: {error}")
-        if self._first_mj is None:
-            self._first_mj = counted_mj
-        if counted_mj < self._first_mj:
-            return Reading(None, "nvml: the counter went back; the driver was loaded again")
-        return Reading((counted_mj - self._first_mj) / 1e3)
+            raise OSError(str(error)) from error
+        before_mj, self._before_mj = self._before_mj, counted_mj
+        if any(now < before for now, before in zip(counted_mj, before_mj, strict=True)):
+            raise CounterLostError("the counter went back; the driver was loaded again")
+        return sum(counted_mj) / 1e3
 
 
-def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> tuple[NvmlMeter | None, list[str]]:
+def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> tuple[SampledMeter | None, list[str]]:
     """A meter on every board that counts energy, or None with the reason."""
     try:
         nvml = load("pynvml")
     except ImportError:
-        return None, ["nvml: nvidia-ml-py is not installed"]
+        return None, ["nvml: nvidia-ml-py is not installed (pip install cutlayer[nvml])"]
     try:
         nvml.nvmlInit()
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
@@ -52,4 +57,10 @@ def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> tuple[Nvm
         return None, [f"nvml: it cannot be read ({error})"]
     if not handles:
         return None, ["nvml: there is no GPU"]
-    return NvmlMeter(nvml, handles), []
+    return SampledMeter(NvmlSensor(nvml, handles), _sampling(len(handles))), []
+
+
+def _sampling(boards: int) -> Sampling:
+    """Counters of several boards change one after the other, so that their sum is of no single moment."""
+    timing = SAMPLING.timing
+    return SAMPLING if boards == 1 else replace(SAMPLING, timing=replace(timing, doubt_s=timing.window_s))

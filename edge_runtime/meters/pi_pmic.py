@@ -7,16 +7,16 @@ regulators, which is less than what its supply gives; it is stated as it is, wit
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
+from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
+from edge_runtime.meters._vcgencmd import Ask, vcgencmd_of
 
-SAMPLING = Sampling(interval_s=0.5)  # every read starts a process
-TIMEOUT_S = 2.0
+# Every read starts a process; what the controller averages over is not documented.
+SAMPLING = Sampling(interval_s=0.5, fine_interval_s=0.1, timing=Timing(doubt_s=0.1))
+QUESTION = "pmic_read_adc"
 _LINE = re.compile(r"\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]\s*")
 
 
@@ -27,12 +27,12 @@ class PiPmicSensor:
     scope = "PMIC rails"
     quality: Quality = "measured"
 
-    def __init__(self, ask: Callable[[], str]) -> None:
+    def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     def read_w(self) -> float:
         """Watts. Raises: OSError or ValueError when it does not answer as it should."""
-        return rails_w(self._ask())
+        return rails_w(self._ask(QUESTION))
 
 
 def rails_w(text: str) -> float:
@@ -49,7 +49,7 @@ def rails_w(text: str) -> float:
     return sum(value * volts[rail] for rail, value in amperes.items())
 
 
-def open_pi_pmic(root: Path, ask: Callable[[], str] | None = None) -> tuple[SampledMeter | None, list[str]]:
+def open_pi_pmic(root: Path, ask: Ask | None = None) -> tuple[SampledMeter | None, list[str]]:
     """A meter where the board is a Raspberry Pi 5, or None with the reason."""
     model = root / "proc/device-tree/model"
     try:
@@ -58,23 +58,9 @@ def open_pi_pmic(root: Path, ask: Callable[[], str] | None = None) -> tuple[Samp
         return None, ["pi_pmic: not a Raspberry Pi"]
     if not board.startswith("Raspberry Pi 5"):
         return None, [f"pi_pmic: {board} has no power sensor; use a smart plug or a USB meter"]
-    sensor = PiPmicSensor(ask or _vcgencmd)
+    sensor = PiPmicSensor(ask or vcgencmd_of(root))
     try:
         sensor.read_w()
     except (OSError, ValueError) as error:
         return None, [f"pi_pmic: {error}"]
     return SampledMeter(sensor, SAMPLING), []
-
-
-def _vcgencmd() -> str:
-    command = shutil.which("vcgencmd")
-    if command is None:
-        raise OSError("there is no vcgencmd; install the package libraspberrypi-bin or raspi-utils")
-    try:
-        done = subprocess.run([command, "pmic_read_adc"], capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"vcgencmd did not answer within {TIMEOUT_S:g} s") from error
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip()[:200]
-        raise OSError(f"vcgencmd failed ({said}); let this user into the group video, which may open /dev/vcio")
-    return done.stdout

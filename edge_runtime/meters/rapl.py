@@ -7,13 +7,20 @@ and for which stage, is left to the caller.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_runtime.meters._reading import Quality, Reading
+from edge_runtime.meters._pieces import Timing
+from edge_runtime.meters._reading import CounterLostError, Quality
+from edge_runtime.meters._sampled import SampledMeter, Sampling
 
 DOMAIN = re.compile(r"intel-rapl:\d+(:\d+)?")
 PERMISSION_CURE = "let this user's group read energy_uj by a udev rule (root only since CVE-2020-8694)"
+SAMPLING = Sampling(
+    interval_s=0.1, gap_most_s=60.0, fine_interval_s=0.02, timing=Timing(window_s=0.001, doubt_s=0.001, counts=True)
+)
 
 
 @dataclass(frozen=True)
@@ -58,57 +65,51 @@ def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
     return domains, reasons
 
 
-def open_rapl(root: Path, limits: RaplLimits | None = None) -> tuple[RaplMeter | None, list[str]]:
+def open_rapl(root: Path, limits: RaplLimits | None = None) -> tuple[SampledMeter | None, list[str]]:
     """A meter on the readable domains, or None; the reasons name what is missing either way."""
     domains, reasons = find_domains(root)
     if not any(domain.name.startswith("package") for domain in domains):
         return None, reasons or ["rapl: no package domain"]
-    return RaplMeter(
-        domains, "; ".join(f"partial: {reason}" for reason in reasons) or None, limits or RaplLimits()
-    ), reasons
+    note = "; ".join(f"partial: {reason}" for reason in reasons) or None
+    return SampledMeter(RaplSensor(domains, limits or RaplLimits()), SAMPLING, note=note), reasons
 
 
-class RaplMeter:
-    """Adds up differences of wrapping counters; a gap in which one may have wrapped unseen makes the sum unknown."""
+class RaplSensor:
+    """Adds up wrapping counters; where one may have wrapped unseen, or leapt, the sum is lost and starts anew."""
 
     name = "rapl"
     quality: Quality = "measured"
 
-    def __init__(self, domains: list[Domain], partial: str | None, limits: RaplLimits) -> None:
+    def __init__(self, domains: list[Domain], limits: RaplLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.scope = " + ".join(domain.name for domain in domains)
-        self._domains, self._partial, self._limits = domains, partial, limits
-        self._last: dict[str, tuple[int, float]] = {}  # domain path -> (microjoules, when)
+        self._domains, self._limits, self._clock = domains, limits, clock
+        self._last: tuple[float, list[int]] | None = None  # when, and the microjoules of each domain
         self._total_uj = 0
-        self._lost: str | None = None
 
-    def read(self, now_s: float) -> Reading:
-        """Joules since the first read. Once an interval was lost the sum stays unknown, with the reason."""
-        for domain in self._domains:
-            try:
-                counter_uj = int(domain.path.read_text())
-            except (OSError, ValueError) as error:
-                self._lost = self._lost or f"rapl {domain.name}: a read failed ({error})"
-                continue
-            last = self._last.get(str(domain.path))
-            self._last[str(domain.path)] = (counter_uj, now_s)
-            if last is not None:
-                self._add(domain, counter_uj - last[0], now_s - last[1])
-        if self._lost:
-            return Reading(None, self._lost)
-        return Reading(self._total_uj / 1e6, self._partial)
+    def read_j(self) -> float:
+        """Joules. Raises: OSError or ValueError when a domain cannot be read, CounterLostError."""
+        counted_uj, now_s = [self._read_uj(domain) for domain in self._domains], self._clock()
+        last, self._last = self._last, (now_s, counted_uj)
+        if last is not None:
+            for domain, counter_uj, before_uj in zip(self._domains, counted_uj, last[1], strict=True):
+                self._total_uj += self._difference_uj(domain, counter_uj - before_uj, now_s - last[0])
+        return self._total_uj / 1e6
 
-    def _add(self, domain: Domain, difference_uj: int, elapsed_s: float) -> None:
-        plausible_uj = self._limits.power_max_w * max(elapsed_s, 0.01) * 1e6
+    def _read_uj(self, domain: Domain) -> int:
+        try:
+            return int(domain.path.read_text())
+        except (OSError, ValueError) as error:
+            raise OSError(f"rapl {domain.name}: a read failed ({error})") from error
+
+    def _difference_uj(self, domain: Domain, difference_uj: int, elapsed_s: float) -> int:
         if elapsed_s * self._limits.power_max_w * 1e6 > domain.range_uj:
-            self._lost = (
-                self._lost or f"rapl {domain.name}: not read for {elapsed_s:.0f} s, in which it may have wrapped unseen"
+            raise CounterLostError(
+                f"rapl {domain.name}: not read for {elapsed_s:.0f} s, in which it may have wrapped unseen"
             )
-            return
         if difference_uj < 0:
             difference_uj += domain.range_uj
-        if not 0 <= difference_uj <= plausible_uj:
-            self._lost = (
-                self._lost or f"rapl {domain.name}: {difference_uj / 1e6:.0f} J in {elapsed_s:.2f} s is not plausible"
+        if not 0 <= difference_uj <= self._limits.power_max_w * max(elapsed_s, 0.01) * 1e6:
+            raise CounterLostError(
+                f"rapl {domain.name}: {difference_uj / 1e6:.0f} J in {elapsed_s:.2f} s is not plausible"
             )
-            return
-        self._total_uj += difference_uj
+        return difference_uj

@@ -1,20 +1,29 @@
 """Ridge decoder: one linear map from a noisy token to its own image patch, learnt on public images and the known noise.
 
-The quick yardstick of noise.md. It flatters a defence: a trained transformer decoder reads 4 to 7 dB more. Running a
-frontend is left to the caller; here are the noise law, the fit and the figures, in numpy and float64.
+The quick yardstick. It flatters a defence: a trained transformer decoder reads 4 to 7 dB more. Running a frontend is
+left to the caller; here are the noise law, the fit and the figures, in numpy and float64, and `build`, the attack on a
+release in torch: the better of a map from received tokens and one from filtered tokens, judged on other public images.
 
 Symbols: m tokens, d channels of a token, p = 3 ph pw values of a patch, N patches, images (n, h, w, 3) in [0, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from contract.tokens import Statistics, add_noise, dequantize, noise_scales, quantize, wire_steps
+
+from . import Effort, Finds, Known, Pairs, Seen
+from ._release import AT_ONCE
+
+FINDS: Finds = "images"
+NEEDS = frozenset({"upload"})
 
 STRENGTHS = tuple(float(10.0**power) for power in range(-7, 3))  # of the penalty, on channels of variance 1
 
@@ -118,3 +127,139 @@ def mean_colour(moments: Moments) -> Doubles:
     """The best guess without any token: the public images' mean colour (3,)."""
     colour: Doubles = (moments.patch_sum / moments.count).reshape(-1, 3).mean(axis=0)
     return colour
+
+
+# The attack on a release, in torch: images (n, 3, h, w), tokens (n, S, d).
+
+
+def split_patches(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Patches (n, N, p) of images (n, 3, h, w)."""
+    n, channels, height, width = images.shape
+    rows, columns = grid
+    parts = images.reshape(n, channels, rows, height // rows, columns, width // columns)
+    return parts.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * columns, -1)
+
+
+def join_patches(patches: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """The inverse of `split_patches`; `size` is (h, w)."""
+    rows, columns = grid
+    parts = patches.reshape(len(patches), rows, columns, size[0] // rows, size[1] // columns, 3)
+    return parts.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), 3, *size)
+
+
+def image_psnr_db(images: Tensor, found: Tensor) -> Tensor:
+    """10 log10(1 / MSE) of each image (n,); a perfect one counts as 100 dB."""
+    error = (images - found).double().square().flatten(1).mean(dim=1)
+    return -10.0 * error.clamp_min(1e-10).log10()
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """y = x @ weight + offset."""
+
+    weight: Tensor  # (f, p)
+    offset: Tensor  # (p,)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight + self.offset
+
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+def fit_map(train: Batches, held: Batches) -> LinearMap:
+    """The ridge from x (..., f) to y (..., p) whose penalty is best on `held`. Raises: ValueError without pairs."""
+    sums: list[Moments] = []
+    device = torch.device("cpu")
+    for batches in (train, held):
+        moments: Moments | None = None
+        for inputs, wanted in batches:
+            x, y = inputs.reshape(-1, inputs.shape[-1]).double(), wanted.reshape(-1, wanted.shape[-1]).double()
+            device = x.device
+            moments = moments or Moments(x.shape[1], y.shape[1])
+            moments.count += len(x)
+            moments.token_sum += x.sum(0).cpu().numpy()
+            moments.patch_sum += y.sum(0).cpu().numpy()
+            moments.token_square += (x.T @ x).cpu().numpy()
+            moments.cross += (x.T @ y).cpu().numpy()
+            moments.patch_square += float(y.square().sum())
+        sums.append(moments or Moments(1, 1))
+    decoder = fit(sums[0], sums[1])
+    weight, offset = (np.ascontiguousarray(values, np.float32) for values in (decoder.weight, decoder.offset))
+    return LinearMap(torch.from_numpy(weight).to(device), torch.from_numpy(offset).to(device))
+
+
+def in_parts(pairs: Pairs) -> Iterable[tuple[Tensor, Tensor]]:
+    """Clean tokens (b, T, d) of each frontend in turn, and their images (b, 3, h, w)."""
+    for tokens in pairs.tokens:
+        for start in range(0, len(tokens), AT_ONCE):
+            yield tokens[start : start + AT_ONCE].float(), pairs.images[start : start + AT_ONCE]
+
+
+class RidgeAttack:
+    """Decodes the newest upload; `decode` is also what a trained decoder starts from."""
+
+    def __init__(self, effort: Effort) -> None:
+        self._seed = effort.seed
+
+    def fit(self, known: Known) -> None:
+        release = known.release
+        self._release, self._grid = release, release.layout.grid
+        generator = torch.Generator(known.learn.images.device).manual_seed(self._seed)
+        self._colour = known.learn.images.mean(dim=(0, 2, 3))
+        candidates: list[Callable[[Tensor], Tensor]] = [self._of_mean_colour]
+        if len(release.sent):
+            self._plain = self._learn(known, generator, self._received_patches, release.sent)
+            candidates.append(self._of_received)
+        if release.filters:
+            self._filtered = self._learn(known, generator, release.restore, None)
+            candidates.append(self._of_filtered)
+        held = [(release.send(tokens, generator), images) for tokens, images in in_parts(known.held)]
+        scores = [
+            float(torch.cat([image_psnr_db(images, decode(x).clamp(0, 1)) for x, images in held]).mean())
+            for decode in candidates
+        ]
+        best = int(np.argmax(scores))
+        self.held_psnr_db, self.decode = scores[best], candidates[best]
+
+    def reconstruct(self, seen: Seen) -> Tensor:
+        return torch.cat([self.decode(part).clamp(0, 1) for part in seen.uploads[-1].received.split(AT_ONCE)])
+
+    def _learn(
+        self, known: Known, generator: torch.Generator, read: Callable[[Tensor], Tensor], patches: Tensor | None
+    ) -> LinearMap:
+        def batches(pairs: Pairs) -> Batches:
+            for tokens, images in in_parts(pairs):
+                wanted = split_patches(images, self._grid)
+                yield (
+                    read(known.release.send(tokens, generator)),
+                    wanted if patches is None else wanted[:, patches],
+                )
+
+        return fit_map(batches(known.learn), batches(known.held))
+
+    def _received_patches(self, received: Tensor) -> Tensor:
+        return received[:, self._release.layout.prefix :]
+
+    def _of_mean_colour(self, received: Tensor) -> Tensor:
+        return self._colour[None, :, None, None].expand(len(received), 3, *self._release.size)
+
+    def _of_received(self, received: Tensor) -> Tensor:
+        patches = split_patches(self._of_mean_colour(received), self._grid).clone()
+        return self._join(patches.index_copy(1, self._release.sent, self._plain(self._received_patches(received))))
+
+    def _of_filtered(self, received: Tensor) -> Tensor:
+        return self._join(self._filtered(self._release.restore(received)))
+
+    def _join(self, patches: Tensor) -> Tensor:
+        return join_patches(patches, self._grid, self._release.size)
+
+
+def planned_steps(asked: int | None) -> int:
+    """None."""
+    return 0
+
+
+def build(effort: Effort) -> RidgeAttack:
+    """The attack; it has no steps to take."""
+    return RidgeAttack(effort)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,30 +22,48 @@ OPTIONS = ("--seed", 3, "--run", "same", "--epochs", EPOCHS, "--batch", 3, "--le
 LIMIT_S = 1500.0
 
 
+class Fate:
+    """When something dies: a moment after the run has recorded a drawn number of epochs, so that all deaths fall into
+    the run, however fast the machine is. Deaths that come due while it is being started again follow one another."""
+
+    def __init__(self, rng: random.Random, deaths: int) -> None:
+        self._rng = rng
+        self._marks = sorted(rng.uniform(0.0, EPOCHS - 5) for _ in range(deaths))
+        self._due_s: float | None = None
+        self.deaths = 0
+
+    def is_due(self, epochs: int, now_s: float) -> bool:
+        """Whether to kill now, after this many epochs; a death is counted as soon as it is due."""
+        if self.deaths == len(self._marks) or epochs < self._marks[self.deaths]:
+            return False
+        if self._due_s is None:
+            self._due_s = now_s + self._rng.uniform(0.0, 0.5)
+        if now_s < self._due_s:
+            return False
+        self._due_s = None
+        self.deaths += 1
+        return True
+
+
 class Server:
     """A server that is killed and started again on the port that its devices know."""
 
-    def __init__(self, deployment: Deployment, options: Sequence[object], rng: random.Random) -> None:
-        self._deployment, self._options, self._rng = deployment, options, rng
+    def __init__(self, deployment: Deployment, options: Sequence[object]) -> None:
+        self._deployment, self._options = deployment, options
         self.process = deployment.start_server(*options, "--exit-when-done", strategy="sequential_split")
-        self.dies_s = time.monotonic() + rng.uniform(1, 14)
+        self.listens = True
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether its time has come, which runs from when it listens."""
-        if self.dies_s == 0.0 and self._listens():
-            self.dies_s = now_s + self._rng.uniform(0.2, 14)
-        return 0.0 < self.dies_s < now_s
+    def look(self) -> None:
+        """See whether a restarted one listens by now."""
+        assert self.process.stdout is not None
+        self.listens = self.listens or bool(self.process.stdout.readline())
 
     def kill(self) -> None:
         stop(self.process, signal.SIGKILL)
         self.process = self._deployment.launch_server(*self._options, "--exit-when-done", strategy="sequential_split")
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
-        self.dies_s = 0.0
-
-    def _listens(self) -> bool:
-        assert self.process.stdout is not None
-        return bool(self.process.stdout.readline())
+        self.listens = False
 
 
 @pytest.mark.slow
@@ -62,31 +79,31 @@ def test_twenty_kills_of_each_side_change_nothing(package: Path, tmp_path: Path,
         assert server.wait(timeout=120) == 0
 
     copy_secrets(calm.root, killed.root)
-    rng, kills, began_s = random.Random(3), Counter[str](), time.monotonic()
-    server = Server(killed, options, rng)
+    rng, began_s = random.Random(3), time.monotonic()
+    server_dies, device_dies = Fate(rng, KILLS), Fate(rng, KILLS)
+    server = Server(killed, options)
     devices = {device: killed.start_device(device, *mode) for device in DEVICES}
-    due_s = {device: time.monotonic() + rng.uniform(1, 6) for device in DEVICES}
     while server.process.poll() is None:
         now_s = time.monotonic()
-        assert now_s - began_s < LIMIT_S, kills
-        if kills["server"] < KILLS and server.is_due(now_s):
+        assert now_s - began_s < LIMIT_S, (server_dies.deaths, device_dies.deaths)
+        epochs = len(killed.metrics())
+        server.look()
+        if server.listens and server_dies.is_due(epochs, now_s):
             server.kill()
-            kills["server"] += 1
-        for device, process in devices.items():
-            if process.poll() is None and kills["device"] < KILLS and now_s > due_s[device]:
-                stop(process, signal.SIGKILL)
-                devices[device] = killed.start_device(device, *mode)
-                due_s[device] = now_s + rng.uniform(1, 18)
-                kills["device"] += 1
-        time.sleep(0.02)
+        running = [device for device, process in devices.items() if process.poll() is None]
+        if running and device_dies.is_due(epochs, now_s):
+            device = rng.choice(running)
+            stop(devices[device], signal.SIGKILL)
+            devices[device] = killed.start_device(device, *mode)
+        time.sleep(0.05)
     assert server.process.returncode == 0, (killed.root / "server.log").read_text()[-2000:]
     for device, process in devices.items():
         assert _ended_well(process), (killed.root / f"{device}.log").read_text()[-2000:]
-    assert kills == {"server": KILLS, "device": KILLS}
+    assert (server_dies.deaths, device_dies.deaths) == (KILLS, KILLS)
     assert killed.model() == calm.model() != {}
     assert [line.get("loss") for line in killed.metrics()] == [line.get("loss") for line in calm.metrics()]
     rewinds = (killed.root / "server.log").read_text().count("both sides hold")
-    print(f"{dict(kills)}, {rewinds} times back to an earlier step, {time.monotonic() - began_s:.0f} s")
+    print(f"{KILLS} kills of each side, {rewinds} times back to an earlier step, {time.monotonic() - began_s:.0f} s")
 
 
 def _ended_well(process: subprocess.Popen[str]) -> bool:

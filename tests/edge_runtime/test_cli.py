@@ -44,9 +44,17 @@ REPORT = Report(
     saturated=0.0,
     stages_s={"extract": 1.0},
     stages_energy_j={"extract": None},
+    stages_energy_bound_j={"extract": None},
     energy_j=None,
+    energy_bound_j=None,
+    energy_per_upload_j=None,
+    energy_per_upload_bound_j=None,
     energy_reason="rapl: none here",
     energy_scope=None,
+    mean_power_w=None,
+    peak_power_w=None,
+    peak_window_s=None,
+    slowed_down=(),
     engine="fake 1",
     engine_fallback=None,
     threads=1,
@@ -116,9 +124,35 @@ def test_the_csv_report_reads_back() -> None:
     assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000"}
 
 
-def test_joules_come_with_what_they_are_those_of() -> None:
-    measured = replace(REPORT, energy_j=12.34, energy_reason=None, energy_scope="ina: module input (VDD_IN)")
-    assert "12.3 J (ina: module input (VDD_IN))" in to_table(measured)
+def test_joules_come_with_their_bound_and_with_what_they_are_those_of() -> None:
+    measured = replace(
+        REPORT,
+        energy_j=12.34,
+        energy_bound_j=0.51,
+        energy_per_upload_j=3.085,
+        energy_per_upload_bound_j=0.1275,
+        round_trips=4,
+        energy_reason=None,
+        energy_scope="ina: module input (VDD_IN)",
+        stages_energy_j={"extract": 12.0, "upload": 0.34},
+        stages_energy_bound_j={"extract": 0.5, "upload": 0.9},
+        mean_power_w=5.5,
+        peak_power_w=9.25,
+        peak_window_s=0.007,
+        slowed_down=({"name": "throttled", "words": "the firmware slowed the clock down"},),
+    )
+    table = to_table(measured)
+    assert "12.3 J ± 0.5 (ina: module input (VDD_IN))" in table
+    assert "extract 12.0 J ± 0.5, upload 0.3 J ± 0.9, too short to tell" in table
+    assert "3.1 J ± 0.1 for each of the uploads" in table
+    assert "5.50 W mean, 9.25 W peak over 7 ms" in table
+    assert "throttled: the firmware slowed the clock down" in table
+    assert "peak in one conversion" in to_table(replace(measured, peak_window_s=0.0))
+
+
+def test_what_energy_leaves_out_is_said() -> None:
+    partial = replace(REPORT, energy_j=12.3, energy_bound_j=1.0, energy_reason="partial: no dram", energy_scope="rapl")
+    assert "partial: no dram" in to_table(partial)
 
 
 def test_the_table_says_what_is_unknown() -> None:

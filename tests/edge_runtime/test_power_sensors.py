@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.meters import probe
-from edge_runtime.meters._integral import PowerIntegral, PowerSample
+from edge_runtime.meters._pieces import Piece, Sample, Timing, pieces_of
+from edge_runtime.meters._reading import CounterLostError
 from edge_runtime.meters._sampled import SampledMeter, Sampling
 from edge_runtime.meters.battery import open_battery
 from edge_runtime.meters.ina import find_rails, open_ina
@@ -50,7 +51,7 @@ def power_of(root: Path) -> float:
     """What the board's sensor shows now."""
     meter, reasons = open_ina(root)
     assert meter is not None, reasons
-    return meter._sensor.read_w()
+    return meter._read()
 
 
 def test_agx_orin_does_not_count_the_rail_that_another_feeds(tmp_path: Path) -> None:
@@ -99,6 +100,45 @@ def test_a_power_hat_counts_what_is_behind_it(tmp_path: Path) -> None:
     assert power_of(tmp_path) == pytest.approx(3.25)
 
 
+def test_two_power_hats_have_no_total(tmp_path: Path) -> None:
+    for place in ("1-0040", "1-0041"):
+        write(tmp_path / DRIVERS / f"ina2xx/{place}/hwmon/hwmon0", {"power1_input": "3250000"})
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and reasons == ["ina: no total is known for the rails HAT 1-0040, HAT 1-0041"]
+
+
+def timing_of(root: Path) -> Timing:
+    meter, reasons = open_ina(root)
+    assert meter is not None, reasons
+    return meter.timing
+
+
+def test_what_the_board_says_of_its_conversions_is_its_window(tmp_path: Path) -> None:
+    device = hwmon(tmp_path, "1-0040", 1, ORIN_NANO)
+    assert timing_of(tmp_path).window_s == pytest.approx(0.007)
+    write(device, {"update_interval": "105", "shunt1_resistor": "2000"})
+    timing = timing_of(tmp_path)
+    assert timing.window_s == timing.doubt_s == pytest.approx(0.105) and not timing.counts
+    assert timing.step_w == pytest.approx(0.020 * 4.984 + 0.008 * 1.856)  # 40 uV at 2 mOhm, 8 mV
+
+
+@pytest.mark.parametrize(("mode", "window_s"), [("1\n", 0.422), ("0\n", 0.0), (None, 0.0)])
+def test_the_old_kernel_s_sensor_averages_or_not_and_is_doubted_either_way(
+    tmp_path: Path, mode: str | None, window_s: float
+) -> None:
+    device = tmp_path / DRIVERS / "ina3221x" / "6-0040" / "iio:device0"
+    write(device, {"rail_name_0": "POM_5V_IN", "ui_input_0": "5048 600"})
+    if mode is not None:
+        (device / "running_mode").write_text(mode)
+    timing = timing_of(tmp_path)
+    assert timing.window_s == window_s and timing.centre_s + timing.reach_s >= 0.422
+
+
+def test_the_steps_of_all_rails_of_a_total_add_up(tmp_path: Path) -> None:
+    hwmon(tmp_path, "1-0040", 3, {"VDD_GPU_SOC": (20000, 0), "VDD_CPU_CV": (20000, 0), "VIN_SYS_5V0": (5000, 0)})
+    assert timing_of(tmp_path).step_w == pytest.approx(0.008 * (20 + 20 + 5))
+
+
 def test_rails_without_a_declared_total_are_not_added_up(tmp_path: Path) -> None:
     hwmon(tmp_path, "1-0040", 1, {"VDD_NEW": (5000, 100), "VDD_OTHER": (5000, 100)})
     meter, reasons = open_ina(tmp_path)
@@ -124,17 +164,27 @@ def test_a_battery_that_discharges_shows_the_whole_machine(tmp_path: Path) -> No
         tmp_path / "sys/class/power_supply/BAT1", {"status": "Discharging", "scope": "Device", "power_now": "9000000"}
     )
     meter, _ = open_battery(tmp_path)
-    assert meter is not None and meter._sensor.read_w() == pytest.approx(12.5)  # without the mouse
+    assert meter is not None and meter._read() == pytest.approx(12.5)  # without the mouse
     battery(tmp_path, status="Charging")
     with pytest.raises(ValueError, match="mains"):
-        meter._sensor.read_w()
+        meter._read()
 
 
 @pytest.mark.parametrize("current", ["-1500000", "1500000"])
 def test_a_battery_may_show_current_of_either_sign(tmp_path: Path, current: str) -> None:
     battery(tmp_path, status="Discharging", current_now=current, voltage_now="11400000")
     meter, _ = open_battery(tmp_path)
-    assert meter is not None and meter._sensor.read_w() == pytest.approx(17.1)
+    assert meter is not None and meter._read() == pytest.approx(17.1)
+
+
+def test_batteries_of_other_names_count_and_those_of_mice_do_not(tmp_path: Path) -> None:
+    supplies = tmp_path / "sys/class/power_supply"
+    reads = {"type": "Battery", "status": "Discharging"}
+    write(supplies / "CMB0", {**reads, "power_now": "7000000"})
+    write(supplies / "hid-mouse-battery", {**reads, "capacity": "80"})
+    write(supplies / "AC", {"type": "Mains", "online": "0", "current_now": "3000000"})
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._read() == pytest.approx(7.0) and meter.scope == "whole machine (CMB0)"
 
 
 def test_a_machine_on_mains_says_why_its_battery_is_no_meter(tmp_path: Path) -> None:
@@ -160,8 +210,8 @@ def pi(root: Path, model: str) -> None:
 
 def test_pi_5_adds_up_the_rails_that_have_a_current(tmp_path: Path) -> None:
     pi(tmp_path, "Raspberry Pi 5 Model B Rev 1.0")
-    meter, _ = open_pi_pmic(tmp_path, lambda: PMIC)
-    assert meter is not None and meter._sensor.read_w() == pytest.approx(1.03)
+    meter, _ = open_pi_pmic(tmp_path, lambda question: PMIC)
+    assert meter is not None and meter._read() == pytest.approx(1.03)
 
 
 @pytest.mark.parametrize("text", ["", 'error=1 error_msg="Command not registered"', PMIC.replace("3V3_SYS_V", "X_V")])
@@ -172,7 +222,7 @@ def test_what_is_not_the_answer_of_a_pi_5_is_an_error(text: str) -> None:
 
 def test_pi_4_has_no_sensor_and_says_what_to_use(tmp_path: Path) -> None:
     pi(tmp_path, "Raspberry Pi 4 Model B Rev 1.4")
-    meter, reasons = open_pi_pmic(tmp_path, lambda: PMIC)
+    meter, reasons = open_pi_pmic(tmp_path, lambda question: PMIC)
     assert meter is None and "smart plug" in reasons[0]
 
 
@@ -203,11 +253,16 @@ class Nvml:
 def test_nvml_counts_all_boards_from_its_first_read() -> None:
     library = Nvml([5_000_000, 7_000_000])
     meter, _ = open_nvml(lambda name: library)
-    assert meter is not None and meter.read(0.0).energy_j == 0.0
+    assert meter is not None and meter.scope == "2 GPU board(s)" and meter.timing.doubt_s == 0.1
+    assert meter._read() == 12_000.0
     library.counters_mj = [5_001_000, 7_000_500]
-    assert meter.read(1.0).energy_j == pytest.approx(1.5)
-    library.counters_mj = [10, 10]
-    assert meter.read(2.0).energy_j is None
+    assert meter._read() == pytest.approx(12_001.5)
+    library.counters_mj = [10, 8_000_000]
+    with pytest.raises(CounterLostError, match="loaded again"):
+        meter._read()
+    library.counters_mj = None
+    with pytest.raises(OSError, match="Not Supported"):
+        meter._read()
 
 
 def test_nvml_that_starts_and_cannot_be_read_is_no_meter() -> None:
@@ -246,7 +301,7 @@ def play(sensor: Simulated, sampling: Sampling, seconds: float, seed: int = 0) -
     meter, rng = SampledMeter(sensor, sampling, sensor.clock, start=lambda meter: None), random.Random(seed)  # type: ignore[arg-type]
     meter.read(0.0)
     while sensor.now_s < seconds:
-        sensor.now_s = min(sensor.now_s + meter.waits_s(rng), seconds)
+        sensor.now_s = min(sensor.now_s + meter.wait_s(rng), seconds)
         meter.sample()
     return meter
 
@@ -302,25 +357,64 @@ def test_a_sensor_that_never_answers_is_unknown_and_not_zero() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 5.0), st.none() | st.floats(0.0, 100.0)), max_size=40))
-def test_a_sum_is_never_more_than_the_highest_power_for_the_covered_time(
+def test_pieces_follow_one_another_and_hold_no_more_than_the_highest_power(
     steps: list[tuple[float, float | None]],
 ) -> None:
-    integral, now_s, before_j = PowerIntegral(1.0), 0.0, 0.0
+    pieces, now_s, found = pieces_of(Timing(), 1.0), 0.0, []
     for apart_s, watts in steps:
         now_s += apart_s
-        integral.add(PowerSample(now_s, watts, None if watts is not None else "lost"))
-        assert integral.energy_j >= before_j
-        before_j = integral.energy_j
+        piece = pieces.add(Sample(now_s, watts, None if watts is not None else "lost"))
+        found += [piece] if piece else []
+    assert all(before.end_s == after.begin_s for before, after in zip(found, found[1:], strict=False))
+    assert all(each.gap is not None or each.duration_s <= 1.0 for each in found)
     highest_w = max((watts for _, watts in steps if watts is not None), default=0.0)
-    assert integral.energy_j <= highest_w * integral.covered_s + 1e-6
-    assert 0.0 <= integral.coverage <= 1.0 + 1e-9 and math.isfinite(integral.energy_j)
+    covered_s = sum(each.duration_s for each in found if each.gap is None)
+    assert 0.0 <= sum(each.energy_j for each in found) <= highest_w * covered_s + 1e-6
+    assert math.isfinite(covered_s) and covered_s <= now_s
 
 
 def test_a_sample_that_comes_late_is_left_out() -> None:
-    integral = PowerIntegral(1.0)
-    for at_s in (0.0, 0.5, 0.3, 1.0):
-        integral.add(PowerSample(at_s, 4.0))
-    assert integral.energy_j == pytest.approx(4.0)
+    pieces = pieces_of(Timing(), 1.0)
+    found = [pieces.add(Sample(at_s, 4.0)) for at_s in (0.0, 0.5, 0.3, 1.0)]
+    assert sum(piece.energy_j for piece in found if piece) == pytest.approx(4.0)
+
+
+def counted(*steps: tuple[float, float | None], window_s: float = 0.1) -> list[Piece]:
+    """The pieces of a counter's samples: moment, joules."""
+    pieces = pieces_of(Timing(window_s=window_s, counts=True), 10.0)
+    found = [pieces.add(Sample(at_s, joules, None if joules is not None else "lost")) for at_s, joules in steps]
+    return [piece for piece in found if piece]
+
+
+def test_a_counter_is_linear_between_its_changes() -> None:
+    (piece,) = counted((0.00, 5.0), (0.03, 5.0), (0.06, 5.5), (0.09, 5.5), (0.12, 5.5), (0.16, 6.0), (0.2, 6.0))[1:]
+    assert (piece.begin_s, piece.end_s) == (pytest.approx(0.045), pytest.approx(0.14))
+    assert piece.energy_j == pytest.approx(0.5) and piece.doubt_s == pytest.approx(0.02)
+
+
+def test_a_counter_that_is_read_seldom_changed_a_window_before_the_read_at_most() -> None:
+    (piece,) = counted((0.0, 5.0), (3.0, 8.0))
+    assert (piece.begin_s, piece.end_s) == (pytest.approx(-0.05), pytest.approx(2.95))
+
+
+def test_a_failed_read_of_a_counter_loses_nothing() -> None:
+    pieces = counted((0.0, 5.0), (1.0, None), (2.0, 7.0))
+    assert sum(piece.energy_j for piece in pieces) == pytest.approx(2.0) and all(piece.gap is None for piece in pieces)
+
+
+def test_a_counter_that_goes_back_or_stands_still_is_a_gap() -> None:
+    pieces = counted((0.0, 5.0), (1.0, 6.0), (2.0, 1.0), (3.0, 2.0))
+    assert [piece.gap for piece in pieces] == [None, "the counter went back", None]
+    assert sum(piece.energy_j for piece in pieces) == pytest.approx(2.0)
+    pieces = counted((0.0, 5.0), (1.0, 6.0), (12.0, 6.0), (13.0, 7.0), (14.0, 8.0))
+    assert [piece.gap for piece in pieces] == [None, "the counter stands still", "the counter stands still", None]
+
+
+def test_a_counter_that_is_away_for_long_is_a_gap() -> None:
+    pieces = counted((0.0, 5.0), (1.0, 6.0), (30.0, 300.0), (31.0, 301.0))
+    assert [piece.gap is None for piece in pieces] == [True, False, True]
+    pieces = counted((0.0, 5.0), (5.0, None), (11.0, None), (12.0, 9.0), (13.0, 10.0))
+    assert [piece.gap for piece in pieces] == ["lost", "lost", None]
 
 
 def test_sampling_runs_on_a_thread_of_its_own() -> None:

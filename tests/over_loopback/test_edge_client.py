@@ -20,6 +20,8 @@ from contract.messages import Bye, Heartbeat, Message, Refuse, Welcome
 from contract.signature import load_public
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.config import FIELDS, DeviceConfig
+from edge_runtime.meters import probe
+from edge_runtime.meters.modelled import open_modelled
 from tests.edge_runtime.fake_package import Package, write_device, write_images, write_package
 from tests.edge_runtime.memory_server import MemoryServer
 from tests.over_loopback.socket_server import SocketServer, certificate_digest, write_certificate
@@ -128,6 +130,32 @@ def test_a_whole_run_over_tls_reports_what_it_did(tmp_path: Path, package: Packa
     assert report["energy_j"] is not None or report["energy_reason"]
     assert report["engine"] == "fake 1" and 0.0 < report["codes_changed"] < 1.0
     assert report["peak_rss_mb"] > 1
+
+
+def test_energy_is_in_the_device_s_own_report_and_nowhere_else(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_runtime.equip.probe", lambda **asked: probe(tmp_path / "no meters", **asked))
+    monkeypatch.setattr("edge_runtime.meters.open_modelled", lambda model, root: open_modelled(model))
+    config = write_device(tmp_path, package, images, plain.url, power_model="3.2539:9.515625")
+    plain.memory = memory_server(tmp_path, package)
+    done = run(config, "--format", "json")
+    assert done.code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["energy_scope"].startswith("modelled: model of this device's configuration")
+    assert report["energy_reason"] == "modelled, not measured"
+    energies_j, bounds_j = report["stages_energy_j"], report["stages_energy_bound_j"]
+    assert set(energies_j) == set(bounds_j) == {"extract", "retrieve", "upload"}
+    for name, seconds in report["stages_s"].items():
+        assert bounds_j[name] >= energies_j[name] / 2
+        assert (
+            energies_j[name] - bounds_j[name] <= 9.5 * seconds and energies_j[name] + bounds_j[name] >= 3.25 * seconds
+        )
+    assert report["energy_j"] <= sum(energies_j.values()) + 1e-6
+    assert (report["round_trips"], report["energy_per_upload_j"]) == (1, report["energy_j"])
+    wire = b"".join(frame[:4096] for frame in plain.memory.wire)
+    for word in (b"energy", b"joule", b"watt", b"power", b"model of", b"9.515625", b"3.2539", b"slowed"):
+        assert word not in wire
 
 
 def test_lost_connections_lose_and_repeat_nothing(

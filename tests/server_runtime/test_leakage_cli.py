@@ -1,0 +1,169 @@
+"""leakage-profile from its command line: a table, a run that is stopped and goes on, and mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from contract.errors import ConfigError
+from server_runtime import leakage_cli, leakage_table
+from server_runtime.leakage_cli import main
+from server_runtime.leakage_table import Table, kept_path, read_table
+
+pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extra attack")
+
+QUICK = ("--attack", "ridge", "--noise", "0,0.5,2")
+
+
+@pytest.fixture(scope="module")
+def exports() -> Path:
+    given = os.environ.get("CUTLAYER_TEST_PACKAGE")
+    if given is None:
+        pytest.skip("packages are made by tests.make_package: run tools/test, or set CUTLAYER_TEST_PACKAGE")
+    return Path(given)
+
+
+@pytest.fixture(autouse=True)
+def short_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server_runtime.leakage_classifier.STEPS", (20, 20))
+
+
+def profile(exports: Path, output: Path, *more: str, name: str = "front") -> int:
+    given = ["--package", str(exports / name), "--public", str(exports / "public"), "-o", str(output)]
+    return main([*given, *(more or QUICK)])
+
+
+def without_times(table: Table) -> Table:
+    rows = tuple(
+        dataclasses.replace(row, attacks=tuple(dataclasses.replace(each, seconds=0.0) for each in row.attacks))
+        for row in table.rows
+    )
+    return dataclasses.replace(table, rows=rows, seconds=0.0)
+
+
+def test_a_table_of_a_frontend(exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "leakage.json"
+    assert profile(exports, output) == 0
+    table = read_table(output)
+    assert [(row.strength, row.protected) for row in table.rows] == [
+        (0.0, False),
+        (0.0, True),
+        (0.5, True),
+        (2.0, True),
+    ]
+    assert table.unit == "kappa" and len(table.curve) == 41
+    for name in ("psnr_db", "ssim", "fsim"):
+        values = [getattr(point, name) for point in table.curve]
+        assert all(later <= earlier + 1e-12 for earlier, later in zip(values, values[1:], strict=False))
+    first, last = (table.rows[place].attacks[0].figures for place in (0, -1))
+    assert first.psnr_db > last.psnr_db + 2.0 and first.ssim > last.ssim
+    assert first.psnr_db > table.baselines.mean_colour.psnr_db + 3.0
+    assert table.threshold.fsim is None and "too few" in table.threshold.reason or "chance" in table.threshold.reason
+    assert first.lpips is None and table.lpips_unknown
+    printed = capsys.readouterr().out
+    assert "unprotected" in printed and "mean colour" in printed and "unrelated image" in printed
+    assert "9 images attacked" in printed
+    assert not kept_path(output).exists()
+
+
+def test_parts_that_devices_train_have_a_row_for_every_cut(
+    exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "leakage.json"
+    assert profile(exports, output, *QUICK, "--format", "json", name="parts") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["kind"], document["unit"]) == (1, "leakage-profile", "sigma")
+    assert [(row["split"], row["strength"]) for row in document["rows"]] == [
+        (split, strength) for split in (1, 2) for strength in (0.0, 0.5, 2.0)
+    ]
+    assert json.loads(output.read_bytes()) == document
+
+
+def test_a_run_that_was_stopped_goes_on_and_ends_alike(
+    exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, halted = tmp_path / "whole.json", tmp_path / "halted.json"
+    assert profile(exports, whole) == 0
+    keep = leakage_cli.keep_rows
+
+    def keep_and_stop(output: Path, settings: leakage_table.Settings, rows: list[leakage_table.Row]) -> None:
+        keep(output, settings, rows)
+        if len(rows) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(leakage_cli, "keep_rows", keep_and_stop)
+    assert profile(exports, halted) == 130
+    assert not halted.exists() and kept_path(halted).exists()
+    monkeypatch.setattr(leakage_cli, "keep_rows", keep)
+    capsys.readouterr()
+    assert profile(exports, halted) == 0
+    assert "going on after 2 rows" in capsys.readouterr().err
+    assert without_times(read_table(halted)) == without_times(read_table(whole))
+
+
+def test_rows_of_other_flags_are_not_mixed_in(
+    exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "leakage.json"
+
+    def stop(*arguments: object) -> None:
+        keep(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    keep = leakage_cli.keep_rows
+    monkeypatch.setattr(leakage_cli, "keep_rows", stop)
+    assert profile(exports, output) == 130
+    assert profile(exports, output, *QUICK, "--seed", "7") == 2
+    said = capsys.readouterr().err
+    assert "another seed" in said and "to begin anew" in said
+
+
+def test_a_white_box_attack_uses_the_backend_beside_the_package(exports: Path, tmp_path: Path) -> None:
+    output = tmp_path / "leakage.json"
+    more = ("--attack", "ridge", "--attack", "unsplit_white_box", "--noise", "0", "--steps", "5", "--images", "4")
+    assert profile(exports, output, *more) == 0
+    rows = read_table(output).rows
+    assert [each.attack for each in rows[0].attacks] == ["ridge", "unsplit_white_box"]
+    assert rows[0].images == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--attack", "rigde"), "did you mean 'ridge'"),
+        (("--attack", "averaging"), "needs more than one upload"),
+        (("--noise", "a,b"), "expected strengths"),
+        (("--noise", "-1"), "expected"),
+        (("--images", "0"), "expected a number of 1 or more"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_explained(
+    exports: Path, tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profile(exports, tmp_path / "leakage.json", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bad_folders_are_explained(exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "leakage.json")
+    public, front = str(exports / "public"), str(exports / "front")
+    assert main(["--package", public, "--public", public, "-o", output]) == 4
+    assert "is no package" in capsys.readouterr().err
+    assert main(["--package", front, "--public", str(tmp_path / "none"), "-o", output]) == 5
+    assert "cannot be read" in capsys.readouterr().err
+    few = exports / "device-a" / "test" / "north"
+    assert main(["--package", front, "--public", str(few), "-o", output]) == 5
+    assert "takes 20" in capsys.readouterr().err
+
+
+def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"schema_version":1,"kind":"edge-profile"}')
+    with pytest.raises(ConfigError, match="expected a document of kind leakage-profile"):
+        read_table(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_table(tmp_path / "none.json")
