@@ -40,10 +40,10 @@ FIELDS = (
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
     Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
+    Field("plug_account", Path, None, "two lines, name and password of a newer plug's owner; then FILE.hash will do"),
     Field(
         "power_model", str, None, "IDLE:BUSY watts of this device: model its energy where no meter works (never exact)"
     ),
-    Field("plug_account", Path, None, "two lines, name and password of a newer plug's owner; then FILE.hash will do"),
 )
 
 

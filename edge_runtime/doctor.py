@@ -103,7 +103,7 @@ def in_words(diagnosis: Diagnosis) -> str:
         lines = [
             f"device    {device.title}: profile {device.profile}, {device.status}",
             f"runtime   {device.runtime}, {device.engine}",
-            *(f"not there {line}" for line in device.unsupported),
+            *(f"unsupported {line}" for line in device.unsupported),
         ]
     lines += [
         f"meter     {diagnosis.meter}",

@@ -101,7 +101,7 @@ def with_away(row: Row, joined: Joined) -> Row:
     if row.energy is None or away.energy_j is None:
         return replace(row, away=away)
     idle_w = (row.energy.idle_before_w + row.energy.idle_after_w) / 2.0
-    reason = f"measured in run {away.run}: the energy beyond idling of the time in which the device was away"
+    reason = f"of run {away.run}, by this meter: the energy beyond idling while the device was away"
     return replace(
         row, away=away, communication_j=away.energy_j - idle_w * away.seconds, communication_reason=reason,
         total_j=row.energy.measured_j.mean + away.energy_j,

@@ -145,7 +145,7 @@ def remarks(table: Table) -> list[str]:
             *([f"energy: {row.energy_reason}"] if row.energy_reason and row.energy is not None else []),
             f"communication {'unknown' if row.communication_j is None else 'energy'}: {row.communication_reason}",
             *([] if table.work == "frontend" or row.away else ["time away from the work: unknown, no run was joined"]),
-            *([f"energy while away unknown: {row.away.reason}"] if row.away and row.away.reason else []),
+            *_away_remarks(row),
             *(f"slowed down: {each}" for each in row.throttled),
             *row.notes,
         ]
@@ -155,6 +155,12 @@ def remarks(table: Table) -> list[str]:
         text if len(splits) == len(table.rows) else f"split {', '.join(splits)}: {text}"
         for text, splits in said.items()
     ]
+
+
+def _away_remarks(row: Row) -> list[str]:
+    if row.away is None or row.away.reason is None:
+        return []
+    return [f"energy while away{' unknown' if row.away.energy_j is None else ''}: {row.away.reason}"]
 
 
 def _cells(row: Row, training: bool) -> list[str]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from edge_runtime.meters import Meter, Piece
 from edge_runtime.meters._trace import Seen, Span, Tally
 
-READ_EVERY_S = 1.0  # at most so often is a meter read from the work itself
+UNHEARD_MOST_S = 1.0  # then the work itself reads the meter
 RECENT_MOST = 256  # pieces before now that may still tell of a beginning
+ENDED_MOST = 256  # spans that wait for what a meter has yet to tell
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Stages:
         self._running = 0
         self._seen, self._recent = Seen(), deque[Piece](maxlen=RECENT_MOST)
         self._lock = threading.Lock()  # stages begin and end on the worker and on the socket loop
-        self._read_s = clock()
+        self._heard_s = clock()  # when the meter told something, or was last asked to
         meter.watch(self._take)
 
     @contextmanager
@@ -94,8 +95,8 @@ class Stages:
     def sample(self) -> None:
         """Called now and then by the work, in case that it leaves the meter's own thread no time."""
         now_s = self._clock()
-        if now_s - self._read_s >= READ_EVERY_S:
-            self._read_s = now_s
+        if now_s - self._heard_s >= UNHEARD_MOST_S:
+            self._heard_s = now_s
             self._meter.read(now_s)
 
     def costs(self) -> dict[str, StageCost]:
@@ -125,6 +126,7 @@ class Stages:
     def _take(self, piece: Piece) -> None:
         """The next piece of power, on the meter's thread."""
         with self._lock:
+            self._heard_s = self._clock()
             self._seen.add(piece)
             self._recent.append(piece)
             for stage in (self._any, *self._named.values(), *self._begun.values()):
@@ -142,6 +144,8 @@ class Stages:
             stage.running.end(now_s, self._recent)
             stage.ended.append(stage.running)
             stage.running = None
+        if len(stage.ended) > ENDED_MOST:  # of a meter that tells nothing
+            stage.settled += stage.ended.pop(0).tally(self._seen)
 
     def _cost(self, stage: _Stage) -> StageCost:
         meter = self._meter

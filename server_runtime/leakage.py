@@ -22,7 +22,7 @@ from contract.tokens import SentRule
 
 from . import attacks
 from .attacks import Effort, Known, Pairs, Seen
-from .attacks._release import Law, Release
+from .attacks._release import STATISTICS_IMAGES, Law, Release
 from .backend_folder import BackendFolder, TrainingFolder
 from .leakage_classifier import count_right, planned_steps, train_classifier
 from .leakage_curve import (
@@ -76,8 +76,9 @@ class Profiler:
             if module.FINDS != "images" or not {"upload", "client"} >= module.NEEDS:
                 usable = [each for each in attacks.names() if {"upload", "client"} >= attacks.find(each).NEEDS]
                 raise UsageError(
-                    f"attack {name!r} needs more than one upload of each image ({', '.join(sorted(module.NEEDS))})",
-                    "a table takes one or more of: " + ", ".join(usable),
+                    f"attack {name!r} finds {module.FINDS} and needs {' and '.join(sorted(module.NEEDS))}; "
+                    "a table is of images, from one upload of each",
+                    "choose one or more of: " + ", ".join(usable),
                 )
             if "client" in module.NEEDS and self._folder is None:
                 raise UsageError(
@@ -111,13 +112,13 @@ class Profiler:
         values = split.law.layout.count * split.law.layout.dim
         frontends = FRONTENDS if alpha else 1
         count = min(len(public.learn.pixels), max(LEAST_IMAGES, TOKENS_BYTES // (2 * values * frontends)))
-        learn = public.learn.first(count)
-        total = frontends * (len(learn.pixels) + len(public.held.pixels)) + len(public.attacked.pixels)
-        pairs = [Pairs(each.images(self._device)) for each in (learn, public.held)]
+        chosen = public.learn.first(count), public.held.first(count)
+        total = frontends * sum(len(each.pixels) for each in chosen) + len(public.attacked.pixels)
+        pairs = [Pairs(each.images(self._device)) for each in chosen]
         with self._progress(f"split {split.index}: features", total, "images") as tell:
             for number in range(frontends):
                 runner = Runner(self._package, split, alpha, self._key("attacker", number))
-                for place, each in enumerate((learn, public.held)):
+                for place, each in enumerate(chosen):
                     tokens = torch.from_numpy(runner.tokens(each.pixels, tell)).to(self._device)
                     pairs[place] = replace(pairs[place], tokens=(*pairs[place].tokens, tokens))
             victim = Runner(self._package, split, alpha, self._key("device")).tokens(public.attacked.pixels, tell)
@@ -131,7 +132,7 @@ class Profiler:
 
     def _row(self, world: _World, strength: float) -> Row:
         settings = self._settings
-        public_release = Release(world.law, strength, world.learn.tokens[0].float())
+        public_release = Release(world.law, strength, world.learn.tokens[0][:STATISTICS_IMAGES].float())
         known = Known(world.learn, world.held, public_release, client=world.client)
         alpha = settings.alpha if world.protected else 0.0
         upload = release(
@@ -148,15 +149,14 @@ class Profiler:
     def _attack(self, name: str, known: Known, seen: Seen, title: str) -> Attacked:
         started_s = time.monotonic()
         module, settings = attacks.find(name), self._settings
-        planned = module.planned_steps(settings.steps)
+        planned = module.planned_steps(settings.steps, len(self._truth))
         shown = self._progress(f"{title}: {name}", planned, "steps") if planned else nullcontext(_ignore)
         with shown as tell:
             attack = module.build(Effort(settings.steps, settings.seed, tell))
             attack.fit(known)
             found = attack.reconstruct(seen)
-        seconds = time.monotonic() - started_s
-        right = self._count_right(found)
-        return Attacked(name, measure(self._truth, found, self._lpips), right, round(seconds, 3))
+        time_s = round(time.monotonic() - started_s, 3)
+        return Attacked(name, measure(self._truth, found, self._lpips), self._count_right(found), time_s)
 
     # -- the classifier
 
@@ -176,7 +176,7 @@ class Profiler:
 
     # -- the table
 
-    def table(self, rows: Sequence[Row], lpips_unknown: str, seconds: float) -> Table:
+    def table(self, rows: Sequence[Row], lpips_unknown: str) -> Table:
         """Everything that follows from the rows, which are put in their order."""
         order = {(split.index, strength, protected): n for n, (split, strength, protected) in enumerate(self.planned())}
         rows = sorted(rows, key=lambda row: order[row.split, row.strength, row.protected])
@@ -197,7 +197,7 @@ class Profiler:
             rows=tuple(rows),
             curve=tuple(curve),
             least_noise=tuple(enough),
-            seconds=round(seconds, 1),
+            attacks_s=round(sum(each.time_s for row in rows for each in row.attacks), 3),
         )
 
     def _baselines(self) -> Baselines:

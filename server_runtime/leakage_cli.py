@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,7 +61,7 @@ def _parser() -> ArgumentParser:
         help=f"images to attack, at most a fifth of the public ones; default: {IMAGES}",
     )  # fmt: skip
     parser.add_argument("--learn", type=_count, default=LEARN, metavar="N", help=f"to learn from; default: {LEARN}")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of every draw; default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of every draw; default: 0")
     parser.add_argument(
         "--backend", type=Path, metavar="DIR",
         help="the package's .backend folder, for attacks that know the weights; default: the one beside it, if any",
@@ -76,6 +75,12 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
     return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
+    return int(text)
 
 
 def _strengths(text: str) -> tuple[float, ...]:
@@ -94,6 +99,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     for name in names:
         attacks.find(name)
     load_piq()
+    if flags.output.is_dir():
+        raise UsageError(f"{flags.output} is a folder, the table is a file", "give -o the name of a file")
     package = read_package(flags.package)
     if min(package.image.height, package.image.width) < LEAST_PIXELS:
         raise UsageError(
@@ -117,7 +124,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         say(f"going on after {len(done)} rows in {kept_path(flags.output)}")
     device = choose_device(len(os.sched_getaffinity(0)))
     lpips, lpips_unknown = load_lpips(device)
-    started_s = time.monotonic()
     public = leakage_public.read_public(folder, package.image, flags.images, flags.learn, flags.seed, _progress)
     kept = _backend(flags.backend, package)
     profiler = leakage.Profiler(package, public, settings, device, _progress, lpips, kept)
@@ -126,7 +132,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         done.append(row)
         _keep(flags.output, settings, done)
         say(f"row {len(done)} of {planned} is done")
-    table = profiler.table(done, lpips_unknown, time.monotonic() - started_s)
+    table = profiler.table(done, lpips_unknown)
     try:
         write_table(flags.output, table)
         remove(kept_path(flags.output))

@@ -1,8 +1,8 @@
 """A package under attack: its splits, and the tokens that devices and attackers get out of it.
 
 The shipped ONNX runs as it is, noise on the weights included; drawing noise on tokens is `attacks._release`'s part for
-an attacker, and here, by the contract's keyed law, for the device that is attacked. What is attacked with what is left
-to `leakage`.
+an attacker, and here, by the contract's keyed law, for the device that is attacked. A part that sees some patches in
+training is attacked as it predicts, with all of them. What is attacked with what is left to `leakage`.
 """
 
 from __future__ import annotations

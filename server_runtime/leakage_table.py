@@ -42,7 +42,7 @@ class Attacked:
     attack: str
     figures: Figures
     right: int | None
-    seconds: float
+    time_s: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Enough:
 
 @dataclass(frozen=True)
 class Table:
-    """The whole document."""
+    """The whole document; `attacks_s` is the time of all attacks, over all runs that it took."""
 
     package: str
     model: str
@@ -109,7 +109,7 @@ class Table:
     rows: tuple[Row, ...]
     curve: tuple[Point, ...]
     least_noise: tuple[Enough, ...]
-    seconds: float
+    attacks_s: float
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def to_text(table: Table) -> str:
         for each in row.attacks:
             told = None if each.right is None else f"{100 * each.right / row.images:.1f} %"
             lines.append(
-                [str(row.split), strength, each.attack, *_cells(each.figures), told or "?", f"{each.seconds:.0f}"]
+                [str(row.split), strength, each.attack, *_cells(each.figures), told or "?", f"{each.time_s:.0f}"]
             )
     chance = "?" if base.chance_right is None else f"{100 * base.chance_right:.1f} %"
     lines.append(["-", "-", "mean colour", *_cells(base.mean_colour), chance, ""])
@@ -217,7 +217,7 @@ def to_text(table: Table) -> str:
     first = table.rows[0]
     facts = (
         f"{table.package} ({table.model}): {first.images} images attacked, {first.learnt_from} learnt from, "
-        f"weight noise {settings.alpha:g}, seed {settings.seed}, {table.seconds:.0f} s"
+        f"weight noise {settings.alpha:g}, seed {settings.seed}, {table.attacks_s:.0f} s of attacks"
     )
     return "\n".join([facts, "", *text, "", *remarks]) + "\n"
 

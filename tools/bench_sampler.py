@@ -1,9 +1,10 @@
 """Measures what sampling a power sensor costs: CPU time, and how much slower an inference beside it gets.
 
 The sensor is an INA3221 of a made-up file tree, as on a Jetson Orin Nano, so that reading it costs what system calls
-and Python cost and nothing waits for a conversion. A stage is measured all the while, as in edge-run. Blocks of
-inferences (onnxruntime, one thread) with and without the sampler take turns; ratios are made within a turn, and the
-median of the turns is told with the middle half of them.
+and Python cost and nothing waits for a conversion. A stage is measured all the while, as in edge-run. A turn is three
+blocks of inferences (onnxruntime, one thread): without the sampler, with it, without it. The one with it is compared
+with the mean of its neighbours, and as a control the last with the first: what differs there is the machine's noise.
+Told is the median of the turns with their middle half.
 """
 
 from __future__ import annotations
@@ -110,15 +111,13 @@ def open_model() -> onnxruntime.InferenceSession:
 
 
 def run_block(session: onnxruntime.InferenceSession, seconds: float) -> tuple[float, float]:
-    """Median wall time and mean CPU time of one inference, over inferences for so long."""
+    """Mean wall and CPU time of one inference, over inferences for so long."""
     pictures = {"x0": np.ones((ROWS, WIDTH), np.float32)}
-    walls: list[float] = []
-    began_s, began_cpu_s = time.monotonic(), time.thread_time()
+    count, began_s, began_cpu_s = 0, time.monotonic(), time.thread_time()
     while time.monotonic() - began_s < seconds:
-        from_s = time.perf_counter()
         session.run(None, pictures)
-        walls.append(time.perf_counter() - from_s)
-    return statistics.median(walls), (time.thread_time() - began_cpu_s) / len(walls)
+        count += 1
+    return (time.monotonic() - began_s) / count, (time.thread_time() - began_cpu_s) / count
 
 
 def measure(
@@ -126,18 +125,17 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one sampling interval."""
     sampler = Sampler(interval_s, root)
-    walls, cpus, inference_s = [], [], []
-    for turn in range(turns):
-        figures: dict[bool, tuple[float, float]] = {}
-        for sampled in (False, True) if turn % 2 == 0 else (True, False):
-            if sampled:
-                with sampler.running():
-                    figures[sampled] = run_block(session, seconds)
-            else:
-                figures[sampled] = run_block(session, seconds)
-        walls.append(figures[True][0] / figures[False][0] - 1.0)
-        cpus.append(figures[True][1] / figures[False][1] - 1.0)
-        inference_s.append(figures[False][0])
+    changes: dict[str, list[float]] = {"wall": [], "cpu": [], "control_wall": [], "control_cpu": []}
+    inference_s = []
+    for _ in range(turns):
+        before = run_block(session, seconds)
+        with sampler.running():
+            beside = run_block(session, seconds)
+        after = run_block(session, seconds)
+        for place, name in enumerate(("wall", "cpu")):
+            changes[name].append(2.0 * beside[place] / (before[place] + after[place]) - 1.0)
+            changes[f"control_{name}"].append(after[place] / before[place] - 1.0)
+        inference_s.append(before[0])
     share = sampler.cpu_s / sampler.wall_s
     return {
         "interval_s": interval_s,
@@ -145,8 +143,7 @@ def measure(
         "cpu_per_sample_s": sampler.cpu_s / sampler.samples if sampler.samples else None,
         "cpu_share": share,
         "inference_s": statistics.median(inference_s),
-        "inference_wall_change": spread(walls),
-        "inference_cpu_change": spread(cpus),
+        "inference_change": {name: spread(values) for name, values in changes.items()},
         "within_aim": share < AIM,
     }
 
@@ -160,13 +157,14 @@ def spread(values: list[float]) -> dict[str, float]:
 def to_table(rows: dict[str, dict[str, Any]], seconds: float) -> str:
     lines = []
     for name, row in rows.items():
+        change = row["inference_change"]
         sample = "none" if row["cpu_per_sample_s"] is None else f"{1e6 * row['cpu_per_sample_s']:.0f} us of CPU"
         lines += [
             f"{name}: a sample every {1e3 * row['interval_s']:.0f} ms",
             f"  sampler    {row['cpu_share']:.3%} of a CPU; one sample takes {sample}",
             f"  inference  {1e3 * row['inference_s']:.2f} ms without it",
-            f"  with it    slower by {shown(row['inference_wall_change'])} of wall time,"
-            f" {shown(row['inference_cpu_change'])} of CPU time",
+            f"  with it    slower by {shown(change['wall'])} of wall time, {shown(change['cpu'])} of CPU time",
+            f"  control    {shown(change['control_wall'])} of wall time, {shown(change['control_cpu'])} of CPU time",
         ]
     return "\n".join([*lines, f"blocks of {seconds:g} s; the aim is under {AIM:.0%} of a CPU"])
 
@@ -177,8 +175,8 @@ def shown(change: dict[str, float]) -> str:
 
 def main() -> int:
     parser = ArgumentParser(prog="tools/bench_sampler", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--turns", type=int, default=15, help="blocks with and without each (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a block (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=40, help="how often (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a block (default %(default)s)")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="form of the result")
     arguments = parser.parse_args()
     if arguments.turns < 1 or arguments.seconds <= 0.0:

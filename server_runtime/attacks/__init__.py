@@ -127,8 +127,8 @@ class AttackModule(Protocol):
     FINDS: Finds
     NEEDS: frozenset[str]
 
-    def planned_steps(self, asked: int | None) -> int:
-        """How many steps an attack of this effort takes at most; 0 where it takes none."""
+    def planned_steps(self, asked: int | None, images: int) -> int:
+        """How many steps an attack on so many images takes; 0 where it takes none."""
         ...
 
     def build(self, effort: Effort) -> Attack: ...

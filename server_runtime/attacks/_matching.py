@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from . import Effort, Known, Update
 
+PUBLIC_LOGITS = 256  # images
+
 
 @dataclass(frozen=True)
 class Search:
@@ -35,22 +37,24 @@ def roughness(images: Tensor) -> Tensor:
     return down.flatten(1).mean(dim=1) + across.flatten(1).mean(dim=1)
 
 
-def labels_of_bias(delta: Tensor, count: int) -> Tensor:
-    """Labels (count,) from how the classifier's bias (C,) moved: down by the mean of softmax - onehot."""
-    share = delta.double() / delta.double().clamp_min(0.0).sum().clamp_min(1e-30)
-    found = []
-    for _ in range(count):
-        found.append(int(share.argmax()))
-        share[found[-1]] -= 1.0 / count
-    return torch.tensor(found, device=delta.device)
+def infer_labels(update: Update, logits: Tensor) -> Tensor:
+    """Labels (count,) from how the classifier's bias moved: by the mean of onehot - softmax, times the rate.
 
-
-def infer_labels(update: Update, count: int, classes: int) -> Tensor:
-    """Labels (count,) of an update that carries a classifier's bias. Raises: ValueError when it carries none."""
+    `logits` (m, C) of public images stand for those of the device's, before training. Raises: ValueError when the
+    update carries no such bias.
+    """
+    classes = logits.shape[1]
     biases = [each for name, each in update.delta.items() if name.endswith("bias") and each.shape == (classes,)]
     if not biases:
         raise ValueError("labels are unknown, and the update has no classifier's bias to read them off")
-    return labels_of_bias(biases[-1], count)
+    momentum = update.momentum
+    moved = sum(sum(momentum**past for past in range(step + 1)) for step in range(update.steps)) * update.rate
+    counts = update.count * (biases[-1].double() / moved + logits.double().softmax(dim=1).mean(dim=0))
+    found = []
+    for _ in range(update.count):
+        found.append(int(counts.argmax()))
+        counts[found[-1]] -= 1.0
+    return torch.tensor(found, device=logits.device)
 
 
 def changes(model: nn.Module, update: Update, images: Tensor, labels: Tensor | None) -> Mapping[str, Tensor]:
@@ -58,7 +62,7 @@ def changes(model: nn.Module, update: Update, images: Tensor, labels: Tensor | N
     start = {name: value.detach() for name, value in model.named_parameters()}
     now = {name: start[name].clone().requires_grad_(True) for name in update.delta}
     moments = {name: torch.zeros_like(value) for name, value in now.items()}
-    for step in range(update.steps):
+    for _ in range(update.steps):
         out = functional_call(model, {**start, **now}, (images,))
         if update.at_cut is not None:
             loss = (out.reshape(update.at_cut.shape) * update.at_cut).sum()
@@ -69,22 +73,19 @@ def changes(model: nn.Module, update: Update, images: Tensor, labels: Tensor | N
         for (name, value), gradient in zip(list(now.items()), gradients, strict=True):
             moments[name] = update.momentum * moments[name] + gradient + update.weight_decay * value
             now[name] = value - update.rate * moments[name]
-        if step + 1 < update.steps and not all(value.requires_grad for value in now.values()):
-            raise ValueError("a parameter of the update does not take part in training")
     return {name: value - start[name] for name, value in now.items()}
 
 
-def find_images(known: Known, update: Update, count: int, effort: Effort, search: Search) -> Tensor:
-    """Images (count, 3, h, w) in [0, 1]; of several starts the one whose change fits best."""
-    model, mean = known.trained, known.learn.images.mean(dim=0, keepdim=True)
+def find_images(known: Known, update: Update, effort: Effort, search: Search) -> Tensor:
+    """Images (update.count, 3, h, w) in [0, 1]; of several starts the one whose change fits best."""
+    count, model, mean = update.count, known.trained, known.learn.images.mean(dim=0, keepdim=True)
     if model is None:
         raise ValueError("inverting an update needs the model that was trained")
     wanted = torch.cat([value.flatten() for value in update.delta.values()])
     labels = update.labels
     if labels is None and update.at_cut is None:
         with torch.no_grad():
-            classes = model(mean).shape[1]
-        labels = infer_labels(update, count, classes)
+            labels = infer_labels(update, model(known.learn.images[:PUBLIC_LOGITS]))
     generator = torch.Generator(mean.device).manual_seed(effort.seed)
     best, best_loss = mean.expand(count, -1, -1, -1), math.inf
     steps = search.steps if effort.steps is None else effort.steps

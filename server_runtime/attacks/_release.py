@@ -23,9 +23,16 @@ from contract.wiener import (
     spatial_filter,
 )
 
-AT_ONCE = 250  # images
+IMAGES_AT_ONCE = 250
+VALUES_AT_ONCE = 1 << 24  # of tokens, where images have many
 FILTERED_PATCHES_MAX = 1024  # covariances between more positions than that are not worth their memory
 STATISTICS_IMAGES = 2000
+STATISTICS_VALUES = 1 << 25
+
+
+def images_at_once(tokens: Tensor) -> int:
+    """How many images of tokens (n, T, d) are gone through at a time."""
+    return max(1, min(IMAGES_AT_ONCE, VALUES_AT_ONCE // max(1, tokens[0].numel())))
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,6 @@ class Release:
     def _codes(self, tokens: Tensor, steps: Tensor | None) -> Tensor:
         return tokens if steps is None else torch.round(tokens / steps).clamp(-CODE_MAX, CODE_MAX) * steps
 
-    def send_all(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        """`send` in pieces, for sets of any length."""
-        return torch.cat([self.send(part, generator) for part in tokens.split(AT_ONCE)])
-
     def restore(self, received: Tensor) -> Tensor:
         """The best linear estimate (n, N, d) of all patch tokens from public statistics; unsent ones are filled in."""
         patches = received[:, self.layout.prefix :]
@@ -127,7 +130,8 @@ class Release:
     def _open_filter(
         self, scales: np.ndarray, steps: np.ndarray | None, share: float
     ) -> tuple[Tensor, SpatialFilter | None]:
-        patches = self.public[:STATISTICS_IMAGES, self.layout.prefix :].double()
+        images = min(STATISTICS_IMAGES, max(2, STATISTICS_VALUES // (self.layout.count * self.layout.dim)))
+        patches = self.public[:images, self.layout.prefix :].double()
         mean = patches.mean(dim=0).float()
         if self.layout.patches > FILTERED_PATCHES_MAX or len(patches) < 2:
             return mean, None

@@ -54,7 +54,7 @@ class Averaging:
         return attack.decode(torch.stack(distinct).mean(dim=0)).clamp(0, 1)
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

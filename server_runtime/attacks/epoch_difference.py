@@ -8,13 +8,11 @@ both kinds; it reads off the uploads which kind it faces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from . import Effort, Finds, Known, Pairs, Seen
-from ._release import AT_ONCE
+from ._release import images_at_once
 from .ridge import Batches, fit_map, join_patches, split_patches
 
 FINDS: Finds = "images"
@@ -53,20 +51,17 @@ class EpochDifference:
         return bool((spread < moved + 2.0 * release.scales.square()).double().mean() > 0.5)
 
     def _batches(self, pairs: Pairs, epochs: int, generator: torch.Generator) -> Batches:
-        release = self._known.release
+        release, size = self._known.release, images_at_once(pairs.tokens[0])
         wanted = split_patches(pairs.images, release.layout.grid)[:, release.sent]
-        for rows in self._rows(len(pairs.images)):
-            count = rows.stop - rows.start
+        for start in range(0, len(wanted), size):
+            rows = slice(start, start + size)
+            count = len(wanted[rows])
             same = release.draw(count, generator) if self.persistent else None
             parts = [release.send(tokens[rows].float(), generator, same) for tokens in pairs.tokens[:epochs]]
             yield torch.cat([part[:, release.layout.prefix :] for part in parts], dim=2), wanted[rows]
 
-    def _rows(self, count: int) -> Iterator[slice]:
-        for start in range(0, count, AT_ONCE):
-            yield slice(start, min(start + AT_ONCE, count))
 
-
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

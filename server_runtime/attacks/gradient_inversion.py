@@ -30,10 +30,10 @@ class GradientInversion:
         if seen.update is None:
             raise ValueError("gradient_inversion needs an update")
         one_step = replace(seen.update, steps=1, momentum=0.0)
-        return find_images(self._known, one_step, one_step.count, self._effort, Search())
+        return find_images(self._known, one_step, self._effort, Search())
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """As asked, or the attack's own number."""
     return Search().starts * (Search().steps if asked is None else asked)
 

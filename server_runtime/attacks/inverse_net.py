@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import Effort, Finds, Known, Seen
-from ._release import AT_ONCE, Release
+from ._release import Release, images_at_once
 from .ridge import RidgeAttack, image_psnr_db, in_parts, join_patches
 
 FINDS: Finds = "images"
@@ -113,7 +113,8 @@ class InverseNet:
         return self._decode_all(seen.uploads[-1].received)
 
     def _standardise(self, known: Known, generator: torch.Generator) -> None:
-        received = self._release.send(known.learn.tokens[0][: 4 * AT_ONCE].float(), generator)
+        tokens = known.learn.tokens[0]
+        received = self._release.send(tokens[: images_at_once(tokens)].float(), generator)
         self._scales = [
             (values.mean((0, 1)), values.std((0, 1)).clamp_min(1e-6))
             for values in (received, self._release.restore(received))
@@ -161,7 +162,7 @@ class InverseNet:
 
     @torch.no_grad()
     def _decode_all(self, received: Tensor) -> Tensor:
-        return torch.cat([self._decode(part).clamp(0, 1) for part in received.split(AT_ONCE)])
+        return torch.cat([self._decode(part).clamp(0, 1) for part in received.split(images_at_once(received))])
 
 
 def _share(step: int, steps: int) -> float:
@@ -172,7 +173,7 @@ def _share(step: int, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """As asked, or the attack's own number."""
     return Size().steps if asked is None else asked
 

@@ -30,7 +30,7 @@ class LabelInference:
         return seen.logit_gradients.argmin(dim=1)
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

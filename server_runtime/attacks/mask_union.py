@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import Effort, Finds, Known, Pairs, Seen
-from ._release import AT_ONCE
+from ._release import images_at_once
 from .ridge import Batches, fit_map, join_patches, split_patches
 
 FINDS: Finds = "images"
@@ -49,14 +49,15 @@ class MaskUnion:
         if pairs.places is None:
             raise ValueError("mask_union needs pairs of a masked frontend, with their places")
         wanted = split_patches(pairs.images, self._grid)
-        for start in range(0, len(wanted), AT_ONCE):
-            rows = slice(start, start + AT_ONCE)
+        size = images_at_once(pairs.tokens[0])
+        for start in range(0, len(wanted), size):
+            rows = slice(start, start + size)
             tokens = self._release.add_noise(pairs.tokens[0][rows].float(), generator)[:, self._release.layout.prefix :]
             places = pairs.places[rows][:, :, None].expand(-1, -1, wanted.shape[2])
             yield tokens, wanted[rows].gather(1, places)
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

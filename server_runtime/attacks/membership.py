@@ -36,7 +36,7 @@ class Membership:
         )
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

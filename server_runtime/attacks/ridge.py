@@ -20,7 +20,7 @@ from torch import Tensor
 from contract.tokens import Statistics, add_noise, dequantize, noise_scales, quantize, wire_steps
 
 from . import Effort, Finds, Known, Pairs, Seen
-from ._release import AT_ONCE
+from ._release import images_at_once
 
 FINDS: Finds = "images"
 NEEDS = frozenset({"upload"})
@@ -192,8 +192,9 @@ def fit_map(train: Batches, held: Batches) -> LinearMap:
 def in_parts(pairs: Pairs) -> Iterable[tuple[Tensor, Tensor]]:
     """Clean tokens (b, T, d) of each frontend in turn, and their images (b, 3, h, w)."""
     for tokens in pairs.tokens:
-        for start in range(0, len(tokens), AT_ONCE):
-            yield tokens[start : start + AT_ONCE].float(), pairs.images[start : start + AT_ONCE]
+        size = images_at_once(tokens)
+        for part, images in zip(tokens.split(size), pairs.images.split(size), strict=True):
+            yield part.float(), images
 
 
 class RidgeAttack:
@@ -223,7 +224,8 @@ class RidgeAttack:
         self.held_psnr_db, self.decode = scores[best], candidates[best]
 
     def reconstruct(self, seen: Seen) -> Tensor:
-        return torch.cat([self.decode(part).clamp(0, 1) for part in seen.uploads[-1].received.split(AT_ONCE)])
+        received = seen.uploads[-1].received
+        return torch.cat([self.decode(part).clamp(0, 1) for part in received.split(images_at_once(received))])
 
     def _learn(
         self, known: Known, generator: torch.Generator, read: Callable[[Tensor], Tensor], patches: Tensor | None
@@ -255,7 +257,7 @@ class RidgeAttack:
         return join_patches(patches, self._grid, self._release.size)
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

@@ -77,7 +77,7 @@ def _is_one_draw(one: Upload, two: Upload, first: Release, second: Release) -> b
     return bool((spread < (together + apart) / 2.0).double().mean() > 0.5)
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """None."""
     return 0
 

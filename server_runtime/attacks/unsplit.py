@@ -95,7 +95,7 @@ def _random_copy(client: nn.Module) -> nn.Module:
     return clone
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """As asked, or the attack's own number."""
     descent = Descent()
     rounds = descent.rounds if asked is None else max(1, asked // descent.image_steps)

@@ -18,6 +18,7 @@ from .ridge import RidgeAttack, image_psnr_db
 FINDS: Finds = "images"
 NEEDS = frozenset({"upload", "client"})
 CHOSEN_ON = 16  # public images
+AT_ONCE = 128
 PRIORS = (0.0, 0.003, 0.03, 0.3)
 
 
@@ -48,7 +49,7 @@ class WhiteBox:
 
     def reconstruct(self, seen: Seen) -> Tensor:
         start, prior = self.chosen
-        return self._search(seen.uploads[-1].received, start, prior)
+        return torch.cat([self._search(part, start, prior) for part in seen.uploads[-1].received.split(AT_ONCE)])
 
     def _search(self, received: Tensor, start: str, prior: float) -> Tensor:
         """Images (n, 3, h, w); an infinite prior leaves the ridge's answer as it is."""
@@ -56,7 +57,7 @@ class WhiteBox:
         if math.isinf(prior):
             return first
         images = (torch.full_like(first, 0.5) if start == "grey" else first.detach().clone()).requires_grad_(True)
-        spread = received.var(dim=(0, 1)).clamp_min(1e-12)
+        spread = received.var(dim=(0, 1), correction=0).clamp_min(1e-12)
         spread = torch.maximum(spread, 1e-3 * spread.mean()) + 2.0 * self._release.scales.square()
         optimiser = torch.optim.Adam([images], lr=self.rate)
         steps = self.steps if self._effort.steps is None else self._effort.steps
@@ -72,9 +73,10 @@ class WhiteBox:
         return images.detach()
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """As asked, or the attack's own number."""
-    return (1 + 2 * len(PRIORS)) * (WhiteBox.steps if asked is None else asked)
+    searches = 2 * len(PRIORS) + math.ceil(images / AT_ONCE)
+    return searches * (WhiteBox.steps if asked is None else asked)
 
 
 def build(effort: Effort) -> WhiteBox:

@@ -27,10 +27,10 @@ class WeightDelta:
     def reconstruct(self, seen: Seen) -> Tensor:
         if seen.update is None:
             raise ValueError("weight_delta needs an update")
-        return find_images(self._known, seen.update, seen.update.count, self._effort, Search())
+        return find_images(self._known, seen.update, self._effort, Search())
 
 
-def planned_steps(asked: int | None) -> int:
+def planned_steps(asked: int | None, images: int) -> int:
     """As asked, or the attack's own number."""
     return Search().starts * (Search().steps if asked is None else asked)
 

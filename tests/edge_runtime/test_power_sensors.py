@@ -6,13 +6,14 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_runtime.meters import probe
+from edge_runtime.meters import PowerTrace, probe, recording
 from edge_runtime.meters._pieces import Piece, Sample, Timing, pieces_of
 from edge_runtime.meters._reading import CounterLostError
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -424,3 +425,46 @@ def test_sampling_runs_on_a_thread_of_its_own() -> None:
     for _ in range(3):
         meter.read(0.0)
     assert started == [meter]
+
+
+def test_sampling_is_fine_while_a_block_is_recorded() -> None:
+    sensor, rng = Simulated(lambda now_s: 5.0), random.Random(0)
+    sampling = Sampling(0.1, fine_interval_s=0.01, timing=Timing(window_s=0.02, lag_s=0.3))
+    meter = SampledMeter(sensor, sampling, sensor.clock, start=lambda meter: None)  # type: ignore[arg-type]
+    assert min(meter.wait_s(rng) for _ in range(20)) >= 0.05
+    assert meter.settle_s == pytest.approx(0.3 + 0.02 + 0.15)
+    with recording(meter) as trace:
+        assert max(meter.wait_s(rng) for _ in range(20)) <= 0.015
+        assert meter.settle_s == pytest.approx(0.3 + 0.02 + 0.015)
+        for _ in range(100):
+            sensor.now_s += 0.01
+            meter.sample()
+    meter.sample()
+    assert min(meter.wait_s(rng) for _ in range(20)) >= 0.05
+    assert trace.energy_between(0.0, 0.5).energy_j == pytest.approx(2.5)
+    assert trace.energy_between(0.6, 1.6).energy_j is None  # of the end it has not told yet
+    assert len(trace.samples(-1.0, 2.0)) == 100
+
+
+def test_a_trace_knows_its_peak_with_its_window_and_what_nearly_all_is_below() -> None:
+    trace = PowerTrace(Timing(window_s=0.007))
+    for number in range(2000):
+        watts = 50.0 if number == 1000 else number / 200.0
+        trace.add(Piece(number / 100, (number + 1) / 100, watts, watts))
+    powers = trace.powers(0.0, 20.0)
+    assert (powers.peak_w, powers.peak_window_s, powers.samples) == (50.0, 0.007, 2000)
+    assert powers.p999_w == pytest.approx(9.99) and powers.mean_w == pytest.approx(5.02, abs=0.01)
+    nothing = trace.powers(30.0, 40.0)
+    assert (nothing.mean_w, nothing.peak_w, nothing.p999_w, nothing.samples) == (None, None, None, 0)
+
+
+def test_a_bound_grows_with_what_is_not_covered() -> None:
+    whole, holed = PowerTrace(Timing()), PowerTrace(Timing())
+    for number in range(1000):
+        piece = Piece(number / 100, (number + 1) / 100, 5.0, 5.0)
+        whole.add(piece)
+        holed.add(replace(piece, gap="lost") if 300 <= number < 350 else piece)
+    known, partial = whole.energy_between(0.0, 10.0), holed.energy_between(0.0, 10.0)
+    assert known.bound_j is not None and partial.bound_j is not None and partial.energy_j is not None
+    assert partial.coverage == pytest.approx(0.95) and partial.reason is not None and "lost" in partial.reason
+    assert partial.bound_j - known.bound_j == pytest.approx(2.5) and partial.energy_j == pytest.approx(47.5)

@@ -88,7 +88,8 @@ def test_what_was_taken_beyond_idling_meanwhile_is_the_links() -> None:
     assert found.away is not None and (found.away.run, found.away.images, found.away.seconds) == ("r7", 10, 0.5)
     assert (found.away.energy_j, found.away.bound_j) == pytest.approx((1.3, 0.05))
     assert (
-        found.communication_j == pytest.approx(1.3 - 2.0 * 0.5) and "measured in run r7" in found.communication_reason
+        found.communication_j == pytest.approx(1.3 - 2.0 * 0.5)
+        and "of run r7, by this meter" in found.communication_reason
     )
     assert found.energy is not None and found.total_j == pytest.approx(found.energy.measured_j.mean + 1.3)
 

@@ -16,7 +16,7 @@ from edge_runtime.profile import Plan, measure
 from edge_runtime.profile_charts import COMMUNICATION, COMPUTE, IDLE, cost_chart, power_curves, ticks
 from edge_runtime.profile_page import to_html
 from edge_runtime.profile_plot import to_picture
-from edge_runtime.profile_rows import Link, Row, make_row
+from edge_runtime.profile_rows import Away, Link, Row, make_row
 from edge_runtime.profile_table import KIND, MeterFacts, Table, merge, ordered, read_table, to_document, to_text
 from tests.edge_runtime.profile_device import VirtualDevice
 
@@ -126,7 +126,12 @@ def test_the_text_says_what_is_not_the_device_itself_and_what_was_left_undone() 
 
 def test_phases_of_training_have_columns_of_their_own() -> None:
     text = to_text(table(row(1, name="forward"), work="training"))
-    assert "forward ms" in text
+    assert "forward ms" in text and "time away from the work: unknown, no run was joined" in text
+    joined = dataclasses.replace(row(1, name="forward"), away=Away("r7", 36, 0.0125, None, None, "no meter"))
+    text = to_text(table(joined, work="training"))
+    assert " 12.5 " in text and "energy while away unknown: no meter" in text and "no run was joined" not in text
+    modelled = dataclasses.replace(joined, away=Away("r7", 36, 0.0125, 0.02, 0.01, "modelled, not measured"))
+    assert "energy while away: modelled, not measured" in to_text(table(modelled, work="training"))
 
 
 def test_bars_hold_what_an_image_costs() -> None:

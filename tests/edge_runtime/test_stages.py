@@ -8,7 +8,7 @@ from edge_runtime.meters._pieces import Piece, Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
 from edge_runtime.meters.none import NoMeter
-from edge_runtime.stages import READ_EVERY_S, RECENT_MOST, Stages
+from edge_runtime.stages import ENDED_MOST, RECENT_MOST, UNHEARD_MOST_S, Stages
 
 EXACT = Sampling(interval_s=0.1, timing=Timing(window_s=1e-6, counts=True))
 
@@ -20,11 +20,12 @@ class Clockwork:
     quality: Quality = "measured"
 
     def __init__(self, sampling: Sampling = EXACT, note: str | None = None) -> None:
-        self.now_s, self.energy_j, self.failure = 0.0, 0.0, ""
+        self.now_s, self.energy_j, self.failure, self.reads = 0.0, 0.0, "", 0
         self.meter = SampledMeter(self, sampling, lambda: self.now_s, lambda meter: None, note)
         self.stages = Stages(self.meter, lambda: self.now_s)
 
     def read_j(self) -> float:
+        self.reads += 1
         if self.failure:
             raise OSError(self.failure)
         return self.energy_j
@@ -148,11 +149,30 @@ def test_what_is_kept_does_not_grow_with_the_run() -> None:
     assert world.stages.costs()["train"].energy_j == pytest.approx(0.5 * 2 * RECENT_MOST, rel=1e-3)
 
 
+def test_what_is_kept_does_not_grow_without_a_meter_either() -> None:
+    now_s = [0.0]
+    stages = Stages(NoMeter("no meter here"), lambda: now_s[0])
+    for _ in range(3 * ENDED_MOST):
+        with stages.measure("train"):
+            now_s[0] += 0.5
+    assert len(stages._named["train"].ended) == len(stages._any.ended) == ENDED_MOST
+    assert stages.costs()["train"].seconds == pytest.approx(1.5 * ENDED_MOST)
+
+
+def test_work_whose_sampler_has_time_does_not_read() -> None:
+    world = Clockwork()
+    with world.stages.measure("extract"):
+        world.spend(2.0, 2.0)
+        samples = world.reads
+        world.stages.sample()
+    assert world.reads == samples
+
+
 def test_work_that_leaves_the_sampler_no_time_reads_for_it() -> None:
     world = Clockwork()
     with world.stages.measure("extract"):
         for _ in range(100):
-            world.now_s, world.energy_j = world.now_s + READ_EVERY_S / 4, world.energy_j + 1.0
+            world.now_s, world.energy_j = world.now_s + UNHEARD_MOST_S / 4, world.energy_j + 1.0
             world.stages.sample()
     world.spend(1.0, 4.0)
     assert world.stages.costs()["extract"].energy_j == pytest.approx(100.0, abs=0.01)

@@ -67,7 +67,7 @@ def profiler() -> Profiler:
 
 
 def table(profiler: Profiler, right: Sequence[int], images: int = 1000) -> Table:
-    return profiler.table(planted(right, images), "no weights", 1.0)
+    return profiler.table(planted(right, images), "no weights")
 
 
 def test_the_threshold_is_found_where_a_classifier_can_tell_no_more(profiler: Profiler) -> None:

@@ -39,10 +39,10 @@ def profile(exports: Path, output: Path, *more: str, name: str = "front") -> int
 
 def without_times(table: Table) -> Table:
     rows = tuple(
-        dataclasses.replace(row, attacks=tuple(dataclasses.replace(each, seconds=0.0) for each in row.attacks))
+        dataclasses.replace(row, attacks=tuple(dataclasses.replace(each, time_s=0.0) for each in row.attacks))
         for row in table.rows
     )
-    return dataclasses.replace(table, rows=rows, seconds=0.0)
+    return dataclasses.replace(table, rows=rows, attacks_s=0.0)
 
 
 def test_a_table_of_a_frontend(exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,10 +135,13 @@ def test_a_white_box_attack_uses_the_backend_beside_the_package(exports: Path, t
     ("words", "said"),
     [
         (("--attack", "rigde"), "did you mean 'ridge'"),
-        (("--attack", "averaging"), "needs more than one upload"),
+        (("--attack", "averaging"), "finds images and needs uploads; a table is of images"),
+        (("--attack", "label_inference"), "finds labels"),
         (("--noise", "a,b"), "expected strengths"),
         (("--noise", "-1"), "expected"),
         (("--images", "0"), "expected a number of 1 or more"),
+        (("--seed", "-1"), "expected a number of 0 or more"),
+        (("-o", "/"), "is a folder"),
     ],
 )
 def test_mistakes_on_the_command_line_are_explained(

@@ -30,8 +30,9 @@ def test_the_document_has_both_rates() -> None:
     assert 1 <= slow["samples"] < fine["samples"]
     for row in (slow, fine):
         assert row["cpu_share"] > 0.0 and row["inference_s"] > 0.0 and row["within_aim"] == (row["cpu_share"] < 0.01)
-        change = row["inference_wall_change"]
-        assert change["lower"] <= change["median"] <= change["upper"]
+        assert set(row["inference_change"]) == {"wall", "cpu", "control_wall", "control_cpu"}
+        for change in row["inference_change"].values():
+            assert change["lower"] <= change["median"] <= change["upper"]
     assert "slower by" in to_table(document["rows"], 0.2)
 
 

@@ -117,19 +117,19 @@ def seen_once(small: World, kappa: float | None = None) -> Seen:
     return Seen(uploads=(small.keyed(small.tokens(), strength),))
 
 
-def trained(part: Part, epoch: int) -> Part:
-    """The part after some training: every weight has moved by a tenth of its spread for each epoch."""
+def trained(part: Part, epoch: int, step: float) -> Part:
+    """The part after some training: for each epoch every weight has moved by `step` of its spread."""
     moved = copy.deepcopy(part)
     rng = torch.Generator().manual_seed(100 + epoch)
     with torch.no_grad():
         for value in moved.parameters():
-            value += 0.1 * epoch * value.std() * torch.randn(value.shape, generator=rng)
+            value += step * epoch * value.std() * torch.randn(value.shape, generator=rng)
     return moved
 
 
-def with_epochs(small: World, epochs: int) -> tuple[Known, list[nn.Module]]:
+def with_epochs(small: World, epochs: int, step: float = 0.1) -> tuple[Known, list[nn.Module]]:
     """Known weights of each epoch, and the parts that have them."""
-    parts = [trained(small.part, epoch) for epoch in range(epochs)]
+    parts = [trained(small.part, epoch, step) for epoch in range(epochs)]
     pairs = [
         replace(each, tokens=tuple(small.tokens(part, each.images) for part in parts))
         for each in (small.known.learn, small.known.held)
