@@ -134,6 +134,8 @@ def equip_state(
     say: Callable[[str], None],
 ) -> Equipment:
     """What needs the state directory: secrets, the installed package, images, engine, worker."""
+    plug, model = open_plug(config.plug, config.plug_account), read_model(config.power_model)
+    stages = Stages(probe(plug=plug, model=model).meter, time.monotonic)
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
     threads = config.threads or usable_cpus(allowed_affinity())
@@ -146,8 +148,6 @@ def equip_state(
     plan = installed.training
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
-    plug, model = open_plug(config.plug, config.plug_account), read_model(config.power_model)
-    stages = Stages(probe(plug=plug, model=model).meter, time.monotonic)
     around = Surroundings(open_bar, lambda: check_stop(stop))
     codes_changed: float | None = None
     worker: Worker | PartWorker

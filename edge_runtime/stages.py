@@ -150,6 +150,8 @@ class Stages:
     def _cost(self, stage: _Stage) -> StageCost:
         meter = self._meter
         tally = sum((span.tally(self._seen) for span in stage.ended), stage.settled)
+        if tally.gap is None:  # the newest failures have made no gap yet
+            tally = replace(tally, gap=meter.failure)
         window = tally.window(meter.timing, self._seen)
         if window.energy_j is None:
             why = meter.note if meter.quality == "unknown" else f"{meter.name}: {window.reason}"

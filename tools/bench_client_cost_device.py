@@ -44,6 +44,7 @@ def main() -> None:
     stages = Stages(probe().meter, time.perf_counter)
     run = {"sa": adapt, "lp": probe_linearly}.get(facts["method"], train)
     figures = run(folder, facts, stages)
+    time.sleep(stages.settle_s)  # a meter tells of the end a while after it
     costs = stages.costs()
     print(
         json.dumps(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from contract.errors import ConfigError
 from edge_runtime.meters._pieces import Piece, Timing
 from edge_runtime.meters._reading import Quality, Reading
 from edge_runtime.meters._trace import COVERED_LEAST, Powers, PowerTrace, Window
@@ -56,6 +57,10 @@ class Meter(Protocol):
         """How long after a moment it has told of it."""
 
     @property
+    def failure(self) -> str | None:
+        """Why its newest sample failed, None where it did not."""
+
+    @property
     def note(self) -> str | None:
         """What is to be said beside every figure."""
 
@@ -79,18 +84,24 @@ def probe(root: Path = Path("/"), plug: Plug | None = None, model: PowerModel | 
 
     `root` is the file system to look in, so that a test can give a made-up one; a GPU is asked only in the real one.
     A smart plug is asked only where one is named, and a model only where it is given, after all that measures.
+
+    Raises: ConfigError when the plug refuses the account of its file, or is a strip and has no such outlet.
     """
-    opened: list[Callable[[], tuple[Meter | None, list[str]]]] = [
-        *([lambda: open_kasa(plug)] if plug is not None else []),
-        lambda: open_ina(root), lambda: open_pi_pmic(root), lambda: open_rapl(root), lambda: open_battery(root),
+    opened: list[tuple[str, Callable[[], tuple[Meter | None, list[str]]]]] = [
+        *([("kasa", lambda: open_kasa(plug))] if plug is not None else []),
+        ("ina", lambda: open_ina(root)), ("pi_pmic", lambda: open_pi_pmic(root)), ("rapl", lambda: open_rapl(root)),
+        ("battery", lambda: open_battery(root)),
     ]  # fmt: skip
     if root == Path("/"):
-        opened.append(open_nvml)
+        opened.append(("nvml", open_nvml))
     if model is not None:
-        opened.append(lambda: open_modelled(model, root))
+        opened.append(("modelled", lambda: open_modelled(model, root)))
     reasons: list[str] = []
-    for open_meter in opened:
-        meter, missing = open_meter()
+    for name, open_meter in opened:
+        try:
+            meter, missing = open_meter()
+        except OSError as error:  # a file system in a state that the meter's own file does not expect
+            meter, missing = None, [f"{name}: {error}"]
         reasons.extend(missing)
         if meter is not None:
             return Probe(meter, tuple(reasons))
@@ -98,7 +109,12 @@ def probe(root: Path = Path("/"), plug: Plug | None = None, model: PowerModel | 
 
 
 def open_plug(address: str | None, account: Path | None) -> Plug | None:
-    """The plug of a configuration, None where there is none. Raises: ConfigError."""
+    """The plug of a configuration, None where there is none. Raises: ConfigError; also for an account of no plug."""
+    if address is None and account is not None:
+        raise ConfigError(
+            "plug_account is given, and plug is not: the account opens no plug",
+            "name the plug with --plug, or leave out --plug-account",
+        )
     return None if address is None else read_plug(address, account)
 
 

@@ -7,6 +7,7 @@ to.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ from edge_runtime.meters._reading import CounterLostError, Quality, Reading
 from edge_runtime.meters._trace import COVERED_LEAST
 
 SETTLE_MOST_S = 5.0
+READ_WAIT_MOST_S = 1.0  # for a sensor that another thread is reading
 
 Sink = Callable[[Piece], None]
 
@@ -85,13 +87,17 @@ class SampledMeter:
         self._first_s: float | None = None
         self._newest_s = self._energy_j = self._covered_s = 0.0
         self._has_answered = False
+        self.failure: str | None = None  # why the newest sample failed, None where it did not
 
     def read(self, now_s: float) -> Reading:
-        """Joules up to the newest sample. `now_s` is not used, as samples carry their own time."""
+        """Joules up to the newest sample; unknown where that is longer before `now_s` than a gap may be."""
         if self._sampling.at_reads or not self._is_running:
-            self.sample()
+            self._sample(READ_WAIT_MOST_S)
         self._run()
         with self._lock:
+            silent_s = 0.0 if self._first_s is None else now_s - self._newest_s
+            if silent_s > self._sampling.gap_most_s:
+                return Reading(None, f"{self.name}: no sample for {silent_s:.1f} s")
             coverage = self._coverage()
             if not self._has_answered or coverage < COVERED_LEAST:
                 why = self._pieces.failure or ("the counter stands still" if self.timing.counts else "gaps")
@@ -123,10 +129,17 @@ class SampledMeter:
 
     def sample(self) -> None:
         """Read the sensor once; a failure is a sample too. The clock is read around it: some sensors convert for ms."""
-        with self._sensor_lock:
+        self._sample(-1.0)
+
+    def _sample(self, wait_most_s: float) -> None:
+        """Leaves it at what is known where another thread is still reading after so long; -1 waits for ever."""
+        if not self._sensor_lock.acquire(timeout=wait_most_s):
+            return
+        try:
             sample = self._take()
             piece = self._pieces.add(sample)
             with self._lock:
+                self.failure = sample.reason
                 self._first_s = sample.at_s if self._first_s is None else self._first_s
                 self._newest_s = max(self._newest_s, sample.at_s)
                 self._has_answered = self._has_answered or sample.value is not None
@@ -135,7 +148,16 @@ class SampledMeter:
                     self._covered_s += piece.duration_s
             if piece is not None:
                 for sink in tuple(self._sinks):
-                    sink(piece)
+                    self._tell(sink, piece)
+        finally:
+            self._sensor_lock.release()
+
+    def _tell(self, sink: Sink, piece: Piece) -> None:
+        try:
+            sink(piece)
+        except Exception as error:  # one that cannot take it is told no more; the others and the sum are
+            self._sinks.pop(sink, None)
+            self.failure = f"what it showed could not be taken ({_said(error)})"
 
     def wait_s(self, rng: random.Random) -> float:
         """The next wait between two samples."""
@@ -159,10 +181,14 @@ class SampledMeter:
         began_s = self._clock()
         try:
             value = self._read()
+            if not math.isfinite(value):
+                value, reason = None, f"it shows {value}"
         except CounterLostError as error:
             reason, restarts = str(error), True
         except (OSError, ValueError) as error:
-            reason = str(error)
+            reason = str(error) or type(error).__name__
+        except Exception as error:  # else it would end the thread, and energy would stand still without a word
+            reason = _said(error)
         ended_s = self._clock()
         return Sample((began_s + ended_s) / 2.0, value, reason, ended_s - began_s, restarts)
 
@@ -176,6 +202,10 @@ class SampledMeter:
         if not self._is_running:
             self._is_running = True
             self._start(self)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _start_thread(meter: SampledMeter) -> None:

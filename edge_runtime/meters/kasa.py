@@ -29,7 +29,12 @@ from edge_runtime.meters._sampled import SampledMeter, Sampling
 
 # How late its figure is nobody has published; owners see 0.5 to 2 s.
 SAMPLING = Sampling(
-    interval_s=1.0, gap_most_s=5.0, at_reads=False, timing=Timing(window_s=1.0, lag_s=1.25, doubt_s=0.75, step_w=0.001)
+    interval_s=1.0,
+    gap_most_s=5.0,
+    jitter=0.2,
+    at_reads=False,
+    fine_interval_s=0.25,
+    timing=Timing(window_s=1.0, lag_s=1.25, doubt_s=0.75, step_w=0.001),
 )
 TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0

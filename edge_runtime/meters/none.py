@@ -16,6 +16,7 @@ class NoMeter:
     quality: Quality = "unknown"
     timing = Timing()
     settle_s = 0.0
+    failure: str | None = None
 
     def __init__(self, reason: str) -> None:
         self.note: str | None = reason

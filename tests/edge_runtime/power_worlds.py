@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_runtime.meters._pieces import Timing
-from edge_runtime.meters._sampled import SampledMeter, Sampling
+from edge_runtime.meters._sampled import SampledMeter
 from edge_runtime.meters.ina import SAMPLING as INA_SAMPLING
 from edge_runtime.meters.ina import InaSensor, Rail
+from edge_runtime.meters.kasa import SAMPLING as PLUG_SAMPLING
 from edge_runtime.meters.nvml import SAMPLING as NVML_SAMPLING
 from edge_runtime.meters.nvml import NvmlSensor
 from edge_runtime.meters.rapl import SAMPLING as RAPL_SAMPLING
@@ -129,10 +130,8 @@ class _Plug:
 
 
 def plug(world: World, lag_s: float = 0.9) -> SampledMeter:
-    """It is declared as 1.25 s late, in doubt by 1 s: a figure is up to a second old when it is read."""
-    timing = Timing(window_s=1.0, lag_s=1.25, doubt_s=1.0)
-    sampling = Sampling(1.0, gap_most_s=5.0, jitter=0.2, at_reads=False, fine_interval_s=0.25, timing=timing)
-    return SampledMeter(_Plug(world, lag_s), sampling, world.clock, unstarted)  # type: ignore[arg-type]
+    """A figure is up to a second old when it is read: 0.9 to 1.9 s late."""
+    return SampledMeter(_Plug(world, lag_s), PLUG_SAMPLING, world.clock, unstarted)  # type: ignore[arg-type]
 
 
 def play(world: World, meter: SampledMeter, events: Sequence[tuple[float, Callable[[], object]]], seed: int) -> None:

@@ -15,7 +15,7 @@ from tests.over_loopback.deployment import DEADLINE_S, Deployment
 
 pytest.importorskip("torch", reason="the server needs torch")
 
-COMMAND = "import sys; from edge_runtime.profile_cli import main; sys.exit(main())"
+COMMAND = "import sys; from edge_runtime.profiling.cli import main; sys.exit(main())"
 QUICK = ("--block-s", "0.1", "--baseline-s", "0.1", "--warm-up-s", "0.2", "--cool-down-s", "0", "--batch", "4")
 
 

@@ -1,6 +1,6 @@
 """How much a device can take for long: splits ever deeper, each held for minutes, until it slows down or gets too hot.
 
-It decides when to stop and what that says; clock, heat and work are handed in, as in `profile`. A cap holds for the
+It decides when to stop and what that says; clock, heat and work are handed in, as in `measuring`. A cap holds for the
 environment that it was found in (ambient temperature, fan, power mode), and for no other.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edge_runtime.meters import Powers
-from edge_runtime.profile import Bench, Candidate, cool_down, run_block
+from edge_runtime.profiling.measuring import Bench, Candidate, cool_down, run_block
 
 KIND = "edge-profile-cap"
 Outcome = Literal["held", "throttled", "too hot"]

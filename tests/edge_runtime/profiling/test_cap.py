@@ -10,9 +10,9 @@ import pytest
 from contract.canonical import encode
 from contract.errors import UsageError
 from edge_runtime.meters import probe
-from edge_runtime.profile_cap import CapPlan, Where, conclude, hold_splits, to_text
-from edge_runtime.profile_session import Place, bench_of, find_cap, refuse_blindness
-from tests.edge_runtime.profile_device import COOL_C, VirtualDevice
+from edge_runtime.profiling.cap import CapPlan, Where, conclude, hold_splits, to_text
+from edge_runtime.profiling.session import Place, bench_of, find_cap, refuse_blindness
+from tests.edge_runtime.profiling.virtual_device import COOL_C, VirtualDevice
 from tests.edge_runtime.test_power_sensors import write
 
 PLAN = CapPlan(10.0, 120.0, 600.0, None)

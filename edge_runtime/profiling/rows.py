@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from edge_runtime.meters import PowerTrace
-from edge_runtime.profile import Block, Measured, Point
+from edge_runtime.profiling.measuring import Block, Measured, Point
 
 BLOCKS_LEAST = 5  # below, an interval says nothing
 IDLE_DRIFT = 0.05  # between the baselines before and after; more is thermal drift

@@ -12,13 +12,13 @@ import pytest
 
 from contract.console import print_document
 from contract.errors import ConfigError, UsageError
-from edge_runtime.profile import Plan, measure
-from edge_runtime.profile_charts import COMMUNICATION, COMPUTE, IDLE, cost_chart, power_curves, ticks
-from edge_runtime.profile_page import to_html
-from edge_runtime.profile_plot import to_picture
-from edge_runtime.profile_rows import Away, Link, Row, make_row
-from edge_runtime.profile_table import KIND, MeterFacts, Table, merge, ordered, read_table, to_document, to_text
-from tests.edge_runtime.profile_device import VirtualDevice
+from edge_runtime.profiling.charts import COMMUNICATION, COMPUTE, IDLE, cost_chart, power_curves, ticks
+from edge_runtime.profiling.measuring import Plan, measure
+from edge_runtime.profiling.page import to_html
+from edge_runtime.profiling.plot import to_picture
+from edge_runtime.profiling.rows import Away, Link, Row, make_row
+from edge_runtime.profiling.table import KIND, MeterFacts, Table, merge, ordered, read_table, to_document, to_text
+from tests.edge_runtime.profiling.virtual_device import VirtualDevice
 
 PLAN = Plan(5, 10.0, 30.0, 30.0, 20.0, 7)
 METER = MeterFacts("ina", "module input (VDD_IN)", "measured", 0.007, "leaves out the fan", ("rapl: none",))

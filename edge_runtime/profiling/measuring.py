@@ -1,7 +1,7 @@
 """How split points are measured: what is run when and for how long, on a clock and with work that are handed in.
 
-It notes moments only. What a meter says of the time between them, and what that means, is left to `profile_rows`;
-opening packages to `profile_frontends` and `profile_parts`.
+It notes moments only. What a meter says of the time between them, and what that means, is left to `rows`;
+opening packages to `frontends` and `parts`.
 
 One split point (devices.md 2.1): the model is opened; idle baseline; warm-up until three blocks in a row agree within
 2 %, or a time limit; rounds of blocks, each repeating one phase back to back; idle baseline again. Before the next one

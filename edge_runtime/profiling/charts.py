@@ -1,6 +1,6 @@
 """What a table of split points looks like as charts: bars of cost per split, and how often which power was taken. Pure.
 
-Values only; drawing them is left to `profile_page` (SVG in a page of HTML) and `profile_plot` (matplotlib).
+Values only; drawing them is left to `page` (SVG in a page of HTML) and `plot` (matplotlib).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edge_runtime.profile_rows import Row
-from edge_runtime.profile_table import Table, name_of, ordered
+from edge_runtime.profiling.rows import Row
+from edge_runtime.profiling.table import Table, name_of, ordered
 
 COMPUTE, IDLE, COMMUNICATION = "computing", "idle", "communication (modelled)"
 

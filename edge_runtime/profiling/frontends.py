@@ -1,8 +1,8 @@
 """Frontends of packages as work to be measured: pictures in, noised wire codes out, as a device does it for an upload.
 
 Every package is verified and checked as for a run, in a folder of its own that is thrown away. What is measured when is
-left to `profile`. Left out of the work, as they are not done image by image: weight noise, which changes values alone,
-and patch retrieval, which is done once for all images together.
+left to `measuring`. Left out of the work, as they are not done image by image: weight noise, which changes values
+alone, and patch retrieval, which is done once for all images together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install
 from edge_runtime.package_choice import PackageChoice, choose_package
 from edge_runtime.pipeline import Frontend
-from edge_runtime.profile import Candidate, Phase, Point
+from edge_runtime.profiling.measuring import Candidate, Phase, Point
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
 
 SECRET = bytes(32)  # nothing leaves: the draws need only cost what they cost

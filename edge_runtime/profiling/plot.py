@@ -1,5 +1,5 @@
 """A table of split points as a picture, by matplotlib, which the extra `plot` installs; what is drawn is decided in
-`profile_charts`."""
+`charts`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from io import BytesIO
 from typing import Any
 
 from contract.errors import UsageError
-from edge_runtime.profile_charts import BarChart, cost_chart, power_curves
-from edge_runtime.profile_page import COLOURS
-from edge_runtime.profile_table import Table
+from edge_runtime.profiling.charts import BarChart, cost_chart, power_curves
+from edge_runtime.profiling.page import COLOURS
+from edge_runtime.profiling.table import Table
 
 SUFFIXES = ("png", "pdf", "svg")
 

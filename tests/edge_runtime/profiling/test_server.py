@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from contract.messages import Activations, Ask, Message, Settled
-from edge_runtime.profile import Plan, measure
-from edge_runtime.profile_rows import Link, Row, make_row
-from edge_runtime.profile_server import Joined, MarkedWorker, stage_of, with_away
+from edge_runtime.profiling.measuring import Plan, measure
+from edge_runtime.profiling.rows import Link, Row, make_row
+from edge_runtime.profiling.server import Joined, MarkedWorker, stage_of, with_away
 from edge_runtime.stages import StageCost
 from edge_runtime.worker import Counters, Upload
-from tests.edge_runtime.profile_device import VirtualDevice
+from tests.edge_runtime.profiling.virtual_device import VirtualDevice
 from tests.edge_runtime.test_stages import Clockwork
 
 UPLOAD = Upload("a", "train", 0.0, 1 << 20)

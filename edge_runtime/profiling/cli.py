@@ -1,6 +1,6 @@
 """edge-profile: what each split point costs on this device, in time, bytes and joules.
 
-The command line and the files; the device itself is `profile_session`'s part. Nothing that it finds leaves the device.
+The command line and the files; the device itself is `session`'s part. Nothing that it finds leaves the device.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from contract.config import REQUIRED, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import ConfigError, UsageError
 from contract.signature import key_id, load_public
-from edge_runtime import profile_cap
 from edge_runtime.cli import check_output
 from edge_runtime.config import FIELDS, FILES, SECTION, DeviceConfig, device_config, require_range, resolve_config
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.meters import Meter, PowerModel, open_plug, probe, read_model
-from edge_runtime.profile import Candidate, Plan
-from edge_runtime.profile_cap import CapPlan
-from edge_runtime.profile_frontends import DRAWN, Images, Verified, frontends, verify
-from edge_runtime.profile_page import to_html
-from edge_runtime.profile_parts import parts
-from edge_runtime.profile_plot import SUFFIXES, to_picture
-from edge_runtime.profile_rows import BLOCKS_LEAST
-from edge_runtime.profile_session import Place, find_cap, measure_all
-from edge_runtime.profile_table import KIND, Table, merge, read_table, to_document, to_text
+from edge_runtime.profiling import cap as caps
+from edge_runtime.profiling.cap import CapPlan
+from edge_runtime.profiling.frontends import DRAWN, Images, Verified, frontends, verify
+from edge_runtime.profiling.measuring import Candidate, Plan
+from edge_runtime.profiling.page import to_html
+from edge_runtime.profiling.parts import parts
+from edge_runtime.profiling.plot import SUFFIXES, to_picture
+from edge_runtime.profiling.rows import BLOCKS_LEAST
+from edge_runtime.profiling.session import Place, find_cap, measure_all
+from edge_runtime.profiling.table import KIND, Table, merge, read_table, to_document, to_text
 from edge_runtime.state import write_durably
 from edge_runtime.threads import workers_left
 from profiles import Profile, ProfileError
@@ -108,7 +108,7 @@ def edge_profile(arguments: argparse.Namespace, environ: Mapping[str, str], dire
         candidates = find_work(packages, arguments, settings.threads, seed)
         if arguments.find_cap:
             cap = find_cap(candidates, plan_cap(arguments, profile), place)
-            publish(arguments, profile_cap.KIND, encode(cap), profile_cap.to_text(cap))
+            publish(arguments, caps.KIND, encode(cap), caps.to_text(cap))
             return 0
         plan = plan_of(arguments, place.found.meter, seed)
 
@@ -118,7 +118,7 @@ def edge_profile(arguments: argparse.Namespace, environ: Mapping[str, str], dire
 
         table = measure_all(candidates, plan, "training" if arguments.train else "frontend", place, keep)
     if config is not None:
-        from edge_runtime.profile_server import join, with_away  # it loads the whole client
+        from edge_runtime.profiling.server import join, with_away  # it loads the whole client
 
         say(f"joining a run of {config.server}")
         watts = None if model is None else f"{model.idle_w}:{model.busy_w}"

@@ -16,8 +16,8 @@ from contract.images import ImageRule
 from contract.signature import PublicKey, generate, key_id, load_public
 from contract.training import TRAINING_NAME, TrainingPlan
 from edge_runtime.data import load_dataset
-from edge_runtime.profile_frontends import Images, Verified, folder_samples, frontends, verify
-from edge_runtime.profile_parts import PHASES, draw_feed, parts, step_phases
+from edge_runtime.profiling.frontends import Images, Verified, folder_samples, frontends, verify
+from edge_runtime.profiling.parts import PHASES, draw_feed, parts, step_phases
 from tests.edge_runtime import fake_trainer
 from tests.edge_runtime.fake_package import DIM, GRID, PREFIX, PUBLISHER, write_images, write_package
 

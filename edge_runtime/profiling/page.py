@@ -1,6 +1,6 @@
 """A table of split points as one self-contained page of HTML, its charts as SVG; nothing is loaded from elsewhere.
 
-What is drawn is `profile_charts`' part; everything that comes from outside is escaped.
+What is drawn is `charts`' part; everything that comes from outside is escaped.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from edge_runtime.profile_charts import Bar, BarChart, Curve, cost_chart, power_curves, ticks
-from edge_runtime.profile_table import Table, facts, grid, remarks
+from edge_runtime.profiling.charts import Bar, BarChart, Curve, cost_chart, power_curves, ticks
+from edge_runtime.profiling.table import Table, facts, grid, remarks
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 320, 60, 40, 30
 COLOURS = ("#3b6fb6", "#a9b8cf", "#e0a03c", "#5a9a5a", "#b05a8c", "#7a6fb0", "#8a8a3c", "#4aa0a8", "#c4574a", "#777777")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from edge_runtime.meters import Piece, Powers, PowerTrace, Timing
-from edge_runtime.profile import Bench, Candidate, Phase, Point
+from edge_runtime.profiling.measuring import Bench, Candidate, Phase, Point
 
 IDLE_W, COOL_C = 2.0, 40.0
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from contract.errors import PackageError
 from contract.images import ImageRule, normalise
 from contract.training import TrainingCut, TrainingPlan
-from edge_runtime.profile import Candidate, Phase, Point
-from edge_runtime.profile_frontends import Verified, drawn_pictures
+from edge_runtime.profiling.frontends import Verified, drawn_pictures
+from edge_runtime.profiling.measuring import Candidate, Phase, Point
 
 if TYPE_CHECKING:  # it loads onnxruntime
     from edge_runtime.trainer import Trainer

@@ -1,6 +1,6 @@
-"""A session of measuring on the real device: its clock, its meter and its heat around what `profile` does.
+"""A session of measuring on the real device: its clock, its meter and its heat around what `measuring` does.
 
-What is measured, in which order, and what it comes to, are decided in `profile`, `profile_cap` and `profile_rows`.
+What is measured, in which order, and what it comes to, are decided in `measuring`, `cap` and `rows`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from contract.console import Progress, progress, say
 from contract.errors import UsageError
 from edge_runtime.meters import Powers, PowerTrace, Probe, recording
-from edge_runtime.profile import Bench, Candidate, Plan, cool_down, in_drawn_order, measure
-from edge_runtime.profile_cap import Cap, CapPlan, Held, Where, conclude, hold_splits
-from edge_runtime.profile_rows import Link, Row, make_row
-from edge_runtime.profile_table import MeterFacts, Table, Work
+from edge_runtime.profiling.cap import Cap, CapPlan, Held, Where, conclude, hold_splits
+from edge_runtime.profiling.measuring import Bench, Candidate, Plan, cool_down, in_drawn_order, measure
+from edge_runtime.profiling.rows import Link, Row, make_row
+from edge_runtime.profiling.table import MeterFacts, Table, Work
 from edge_runtime.throttle import SlowdownWatch, snapshot
 from profiles import Profile
 

@@ -17,7 +17,7 @@ from contract.messages import Activations, Ask, Message
 from edge_runtime.config import DeviceConfig
 from edge_runtime.equip import equip
 from edge_runtime.part_worker import PartWorker
-from edge_runtime.profile_rows import Away, Row
+from edge_runtime.profiling.rows import Away, Row
 from edge_runtime.run import StopSignals, converse
 from edge_runtime.stages import StageCost, Stages
 from edge_runtime.threads import in_worker

@@ -1,6 +1,6 @@
 """The table that edge-profile writes: its document, read back and checked, and how it looks to a person.
 
-Figures come from `profile_rows`. Two tables make one only where both are of the same environment, meter and kind of
+Figures come from `rows`. Two tables make one only where both are of the same environment, meter and kind of
 work: joules of a hot and a cold device, or of two meters that see different things, are not compared.
 """
 
@@ -13,8 +13,8 @@ from typing import Literal
 
 from contract.canonical import CanonicalError, decode, encode, from_json
 from contract.errors import ConfigError, UsageError
-from edge_runtime.profile import Plan
-from edge_runtime.profile_rows import Estimate, Row
+from edge_runtime.profiling.measuring import Plan
+from edge_runtime.profiling.rows import Estimate, Row
 
 KIND = "edge-profile"
 TABLE_BYTES_MAX = 16 << 20

@@ -12,7 +12,7 @@ import pytest
 from contract.errors import ConfigError, CutlayerError, UsageError
 from contract.signature import save_public
 from edge_runtime.meters import Timing, probe
-from edge_runtime.profile_cli import (
+from edge_runtime.profiling.cli import (
     edge_profile,
     find_profile,
     parser,
@@ -203,7 +203,7 @@ def test_blocks_are_as_long_as_the_meter_needs(tmp_path: Path, timing: Timing, e
 
 
 def test_the_command_is_one_line_of_cause_and_one_of_cure(tmp_path: Path) -> None:
-    code = "import sys; from edge_runtime.profile_cli import main; sys.exit(main())"
+    code = "import sys; from edge_runtime.profiling.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code, "--engine", "front"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ") and "cure: " in done.stderr

@@ -13,9 +13,9 @@ import pytest
 from edge_runtime.meters import Piece, PowerTrace, Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
-from edge_runtime.profile import Measured, Phase, Plan, cool_down, in_drawn_order, measure, run_block
-from edge_runtime.profile_rows import Estimate, Link, Row, communication, estimate, make_row
-from tests.edge_runtime.profile_device import COOL_C, IDLE_W, VirtualDevice
+from edge_runtime.profiling.measuring import Measured, Phase, Plan, cool_down, in_drawn_order, measure, run_block
+from edge_runtime.profiling.rows import Estimate, Link, Row, communication, estimate, make_row
+from tests.edge_runtime.profiling.virtual_device import COOL_C, IDLE_W, VirtualDevice
 
 PLAN = Plan(5, 10.0, 30.0, 30.0, 20.0, 7)
 ONE = [("frontend", 0.125, 6.0)]  # of two images; times that add up exactly
