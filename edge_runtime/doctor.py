@@ -7,6 +7,7 @@ file system, such as a recorded board's.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import UsageError
-from edge_runtime.meters import Meter, Plug, open_plug, probe
+from edge_runtime.meters import Meter, Plug, open_plug, probe, recording
 from profiles import Profile, load
 from profiles.detect import applies, detect, find_l4t
 
@@ -69,16 +70,16 @@ def describe(profile: Profile, root: Path) -> Device:
 
 
 def _watch(meter: Meter, clock: Callable[[], float], wait: Callable[[float], None]) -> tuple[float | None, str | None]:
-    began_s = clock()
-    first = meter.read(began_s)
-    if first.energy_j is None and first.reason is not None and meter.name == "none":
-        return None, first.reason
-    wait(WATCH_S)
-    ended_s = clock()
-    last = meter.read(ended_s)
-    if first.energy_j is None or last.energy_j is None:
-        return None, last.reason or first.reason
-    return (last.energy_j - first.energy_j) / (ended_s - began_s), last.reason
+    """Watts of all that it tells in a moment, which is of a while before where it lags; None with the reason."""
+    if meter.quality == "unknown":
+        return None, meter.note
+    with recording(meter) as trace:
+        wait(WATCH_S)
+        last = meter.read(clock())
+    power_w = trace.powers(-math.inf, math.inf).mean_w
+    if last.energy_j is None or power_w is None:
+        return None, last.reason or meter.failure or f"it told nothing within {WATCH_S:g} s"
+    return power_w, last.reason
 
 
 def edge_doctor(arguments: argparse.Namespace) -> int:

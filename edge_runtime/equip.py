@@ -170,7 +170,7 @@ def equip_state(
             installed.manifest.retrieves_patches,
         )  # fmt: skip
         labels = {sample.sample_id: sample.label for sample in dataset.samples}
-        keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
+        keeper = LabelKeeper(labels, len(dataset.classes), state.head, say)
         worker, head_of = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around), keeper.head_of
     return Equipment(
         config, purpose, state, choice, installed, identity, terms, dataset, wire_labels, facts, codes_changed, worker,

@@ -89,6 +89,12 @@ def new_head(class_count: int, dim: int, rng: np.random.Generator) -> Head:
     return Head(drawn[:, :dim].copy(), drawn[:, dim].copy(), empty, empty, 0)
 
 
+def zero_head(class_count: int, dim: int) -> Head:
+    """All zeros, as split adaptation starts: a random head would send noise into the backend."""
+    empty = np.zeros((class_count, dim + 1), np.float32)
+    return Head(empty[:, :dim].copy(), empty[:, dim].copy(), empty, empty, 0)
+
+
 def head_step(head: Head, features: Floats, labels: Labels, learning_rate: float) -> tuple[Head, BatchLoss]:
     """One Adam step on the head, and the batch's loss with d(mean loss)/d(features) (B, d).
 

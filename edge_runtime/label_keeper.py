@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import RemoteProtocolError
-from contract.keyed_noise import derive_key
 from contract.messages import Ask, Checkpoints, Gradient
 from edge_runtime.head import (
     BatchLoss,
@@ -26,8 +25,8 @@ from edge_runtime.head import (
     checkpoint_from_bytes,
     checkpoint_to_bytes,
     head_step,
-    new_head,
     softmax_gradient,
+    zero_head,
 )
 from edge_runtime.state import read_or_set_aside, write_durably
 
@@ -49,13 +48,12 @@ class LabelKeeper:
         self,
         labels: Mapping[bytes, int | None],
         class_count: int,
-        secret: bytes,
         head_path: Path,
         say: Callable[[str], None],
         settings: HeadSettings | None = None,
     ) -> None:
-        """`labels` maps wire ids to class numbers; the secret seeds the head: its start is not the server's choice."""
-        self._labels, self._class_count, self._secret = labels, class_count, secret
+        """`labels` maps wire ids to class numbers."""
+        self._labels, self._class_count = labels, class_count
         self._head_path, self._settings = head_path, settings or HeadSettings()
         self._checkpoint = read_or_set_aside(head_path, checkpoint_from_bytes, say)
         self._bases = self._read_bases(say)  # by step
@@ -93,7 +91,7 @@ class LabelKeeper:
             if after and after not in held:
                 return Checkpoints(ask.ask, (0, *sorted(held)))
             before = held.get(after)
-            head = before.head if before else self._first_head(run, features.shape[1])
+            head = before.head if before else zero_head(self._class_count, features.shape[1])
             if head.weight.shape[1] != features.shape[1]:
                 raise RemoteProtocolError(
                     f"ask {ask.ask}: expected features of {head.weight.shape[1]} values, found {features.shape[1]}",
@@ -136,10 +134,6 @@ class LabelKeeper:
         paths = self._head_path.parent.glob(f"{self._head_path.stem}.[0-9]*{self._head_path.suffix}")
         found = (read_or_set_aside(path, checkpoint_from_bytes, say) for path in sorted(paths))
         return {checkpoint.step: checkpoint for checkpoint in found if checkpoint is not None}
-
-    def _first_head(self, run: str, dim: int) -> Head:
-        seed = int.from_bytes(derive_key(self._secret, "head", run), "little")
-        return new_head(self._class_count, dim, np.random.default_rng(seed))
 
     def _labels_of(self, ask: Ask) -> NDArray[np.int64]:
         """Class numbers (B,) of the ask's samples: joined by id, never by place (SE-03)."""

@@ -216,6 +216,15 @@ def new_head(width: int, classes: int, seed: int, site: str, device: torch.devic
     return head.to(device)
 
 
+def zero_head(width: int, classes: int, device: torch.device) -> nn.Linear:
+    """A linear head (f -> C) that knows nothing and says so. A random one sends noise into the backend before it has
+    learnt anything: from a few dozen images the backend then loses 2 to 5 points (docs/results.md)."""
+    head = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head.to(device)
+
+
 def standard_of(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and spread (f,) of features (n,f); the spread is 1 where all images have the same value."""
     spread = features.std(dim=0, correction=0)

@@ -291,7 +291,7 @@ def make_device(config: DeviceConfig, trusted: Mapping[str, PublicKey], open_fro
         state.features, installed.manifest.retrieves_patches,
     )  # fmt: skip
     labels = {sample.sample_id: sample.label for sample in dataset.samples}
-    keeper = LabelKeeper(labels, len(dataset.classes), secret, state.head, say)
+    keeper = LabelKeeper(labels, len(dataset.classes), state.head, say)
     around = Surroundings(open_bar, lambda: check_stop(stop))
     stages = Stages(NoMeter("a simulated device"), time.monotonic)
     worker = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around)

@@ -88,6 +88,7 @@ class SampledMeter:
         self._newest_s = self._energy_j = self._covered_s = 0.0
         self._has_answered = False
         self.failure: str | None = None  # why the newest sample failed, None where it did not
+        self._untold: str | None = None  # why somebody who watched is told no more
 
     def read(self, now_s: float) -> Reading:
         """Joules up to the newest sample; unknown where that is longer before `now_s` than a gap may be."""
@@ -139,7 +140,7 @@ class SampledMeter:
             sample = self._take()
             piece = self._pieces.add(sample)
             with self._lock:
-                self.failure = sample.reason
+                self.failure = sample.reason or self._untold
                 self._first_s = sample.at_s if self._first_s is None else self._first_s
                 self._newest_s = max(self._newest_s, sample.at_s)
                 self._has_answered = self._has_answered or sample.value is not None
@@ -157,7 +158,7 @@ class SampledMeter:
             sink(piece)
         except Exception as error:  # one that cannot take it is told no more; the others and the sum are
             self._sinks.pop(sink, None)
-            self.failure = f"what it showed could not be taken ({_said(error)})"
+            self.failure = self._untold = f"what it showed could not be taken ({_said(error)})"
 
     def wait_s(self, rng: random.Random) -> float:
         """The next wait between two samples."""

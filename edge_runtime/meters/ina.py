@@ -7,7 +7,8 @@ declared for every known set of labels, and a set that is not known has no total
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +36,6 @@ TOTALS = (
     TotalRule(("VDD_IN",), "module input"),  # Orin Nano, Orin NX, Xavier NX
     TotalRule(("POM_5V_IN",), "module input"),  # Jetson Nano
     TotalRule(("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), "module rails"),  # AGX Orin: VIN_SYS_5V0 feeds VDDQ
-    TotalRule(("VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0"), "module rails"),  # AGX Thor without its INA238
     TotalRule(("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V"), "module rails"),  # AGX Xavier
     TotalRule(("HAT",), "behind the HAT's shunt"),
 )
@@ -99,38 +99,44 @@ def _joint(rails: Iterable[Rail]) -> Timing:
 
 
 def find_rails(root: Path) -> dict[str, Rail]:
-    """Every labelled rail of the board, by its label."""
-    drivers = root / "sys/bus/i2c/drivers"
-    rails: dict[str, Rail] = {}
+    """Every labelled rail of the board, by its label; where two have the same, by label and place: which is which, and
+    whether one feeds the other, nobody knows."""
+    found = list(_found_rails(root / "sys/bus/i2c/drivers"))
+    times = Counter(label for label, _, _ in found)
+    return {label if times[label] == 1 else f"{label} {place}": rail for label, place, rail in found}
+
+
+def _found_rails(drivers: Path) -> Iterator[tuple[str, str, Rail]]:
+    """Label, place (bus, address and channel) and rail."""
     for device in sorted(drivers.glob("ina3221/*/hwmon/hwmon*")):  # L4T 34 and later; numbers change between boots
-        rails.update(_hwmon_rails(device))
+        yield from _hwmon_rails(device)
     for device in sorted(drivers.glob("ina3221x/*/iio:device*")):  # L4T 32
-        rails.update(_iio_rails(device))
+        yield from _iio_rails(device)
     for device in sorted(drivers.glob("ina238/*/hwmon/hwmon*")):
-        if _text(device / "in1_label") == "VIN":
-            rails["VIN"] = Rail(_microwatts(device / "power1_input"), _hwmon_timing(device))
-    hats = sorted(drivers.glob("ina2xx/*/hwmon/hwmon*"))  # INA219 and INA226; of two, nobody knows which feeds which
-    for device in hats:
-        label = "HAT" if len(hats) == 1 else f"HAT {device.parent.parent.name}"
-        rails[label] = Rail(_microwatts(device / "power1_input"), _hwmon_timing(device))
-    return rails
+        label = _text(device / "in1_label")
+        yield label if label == "VIN" else f"INA238 {label}".strip(), *_chip_rail(device)
+    for device in sorted(drivers.glob("ina2xx/*/hwmon/hwmon*")):  # INA219 and INA226
+        yield "HAT", *_chip_rail(device)
 
 
-def _hwmon_rails(device: Path) -> dict[str, Rail]:
+def _chip_rail(device: Path) -> tuple[str, Rail]:
+    """Place and rail of a chip of one channel, which shows power itself."""
+    return device.parent.parent.name, Rail(_microwatts(device / "power1_input"), _hwmon_timing(device))
+
+
+def _hwmon_rails(device: Path) -> Iterator[tuple[str, str, Rail]]:
     """Millivolts times milliamperes: this driver has no power."""
-    rails = {}
     for path in sorted(device.glob("in*_label")):
         found, label = re.fullmatch(r"in(\d+)_label", path.name), _text(path)
         if found and label and label not in (_UNUSED_LABEL, _SUM_LABEL):
             volts, amperes = device / f"in{found[1]}_input", device / f"curr{found[1]}_input"
             step_w = _step_w(volts, amperes, device / f"shunt{found[1]}_resistor")
-            rails[label] = Rail(_volts_times_amperes(volts, amperes), replace(_hwmon_timing(device), step_w=step_w))
-    return rails
+            rail = Rail(_volts_times_amperes(volts, amperes), replace(_hwmon_timing(device), step_w=step_w))
+            yield label, f"{device.parent.parent.name}:{found[1]}", rail
 
 
-def _iio_rails(device: Path) -> dict[str, Rail]:
+def _iio_rails(device: Path) -> Iterator[tuple[str, str, Rail]]:
     """`ui_input_N` is "<mV> <mA>" of one conversion; where it is missing, volts and amperes are of two."""
-    rails = {}
     timing = CONTINUOUS if _text(device / "running_mode") == "1" else TRIGGERED
     for path in sorted(device.glob("rail_name_*")):
         label, number = _text(path), path.name.rpartition("_")[2]
@@ -140,8 +146,7 @@ def _iio_rails(device: Path) -> dict[str, Rail]:
         volts, amperes = device / f"in_voltage{number}_input", device / f"in_current{number}_input"
         read_w = _both_at_once(both) if both.exists() else _volts_times_amperes(volts, amperes)
         step_w = _step_w(volts, amperes, device / f"shunt{number}_resistor")
-        rails[label] = Rail(read_w, replace(timing, step_w=step_w))
-    return rails
+        yield label, f"{device.parent.name}:{number}", Rail(read_w, replace(timing, step_w=step_w))
 
 
 def _hwmon_timing(device: Path) -> Timing:

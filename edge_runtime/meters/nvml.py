@@ -25,8 +25,8 @@ class NvmlSensor:
     name = "nvml"
     quality: Quality = "measured"
 
-    def __init__(self, nvml: Any, handles: list[Any]) -> None:
-        self.scope = f"{len(handles)} GPU board(s)"
+    def __init__(self, nvml: Any, handles: list[Any], scope: str | None = None) -> None:
+        self.scope = scope or f"{len(handles)} GPU board(s)"
         self._nvml, self._handles = nvml, handles
         self._before_mj = [0] * len(handles)
 
@@ -43,21 +43,31 @@ class NvmlSensor:
 
 
 def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> tuple[SampledMeter | None, list[str]]:
-    """A meter on every board that counts energy, or None with the reason."""
+    """A meter on every board that counts energy, or None; the reasons name what is missing either way."""
     try:
         nvml = load("pynvml")
     except ImportError:
         return None, ["nvml: nvidia-ml-py is not installed (pip install cutlayer[nvml])"]
     try:
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-        for handle in handles:
-            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError as error:
+        boards = range(nvml.nvmlDeviceGetCount())
+    except Exception as error:  # NVML's own, or whatever a package of another version makes of the call
         return None, [f"nvml: it cannot be read ({error})"]
+    handles: dict[int, Any] = {}
+    reasons = []
+    for number in boards:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+            handles[number] = handle
+        except Exception as error:
+            reasons.append(f"nvml: board {number} shows no energy ({error})")
     if not handles:
-        return None, ["nvml: there is no GPU"]
-    return SampledMeter(NvmlSensor(nvml, handles), _sampling(len(handles))), []
+        return None, reasons or ["nvml: there is no GPU"]
+    note = "; ".join(f"partial: {reason}" for reason in reasons) or None
+    scope = f"GPU boards {', '.join(map(str, handles))} of {len(boards)}" if reasons else None
+    sensor = NvmlSensor(nvml, list(handles.values()), scope)
+    return SampledMeter(sensor, _sampling(len(handles)), note=note), reasons
 
 
 def _sampling(boards: int) -> Sampling:

@@ -6,7 +6,9 @@ regulators, which is less than what its supply gives; it is stated as it is, wit
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from edge_runtime.meters._pieces import Timing
@@ -17,7 +19,10 @@ from edge_runtime.meters._vcgencmd import Ask, vcgencmd_of
 # Every read starts a process; what the controller averages over is not documented.
 SAMPLING = Sampling(interval_s=0.5, fine_interval_s=0.1, timing=Timing(doubt_s=0.1))
 QUESTION = "pmic_read_adc"
-_LINE = re.compile(r"\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]\s*")
+# Compute Modules and keyboards of the fifth generation are asked too; older boards have nothing that could answer.
+BOARDS = ("Raspberry Pi 5", "Raspberry Pi Compute Module 5")
+_RAIL = re.compile(r"\s*\w+_[AV]\b|.*\b(?:current|volt)\(")
+_LINE = re.compile(r"\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\S+)[AV]\s*")
 
 
 class PiPmicSensor:
@@ -29,24 +34,45 @@ class PiPmicSensor:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
+        self._rails: frozenset[str] | None = None  # of its first answer
 
     def read_w(self) -> float:
-        """Watts. Raises: OSError or ValueError when it does not answer as it should."""
-        return rails_w(self._ask(QUESTION))
+        """Watts. Raises: OSError or ValueError when it does not answer as it should, and with the same rails."""
+        watts = rails_w(self._ask(QUESTION))
+        self._rails = frozenset(watts) if self._rails is None else self._rails
+        if self._rails != watts.keys():
+            changed = ", ".join(sorted(self._rails ^ watts.keys()))
+            raise ValueError(f"vcgencmd {QUESTION}: other rails than before ({changed})")
+        return sum(watts.values())
 
 
-def rails_w(text: str) -> float:
-    """Watts in the text of `pmic_read_adc`. Raises: ValueError where a current has no voltage, or there is none."""
+def rails_w(text: str) -> Mapping[str, float]:
+    """Watts of each rail in the text of `pmic_read_adc`.
+
+    Raises: ValueError where a value is no number, a current has no voltage, or there is none.
+    """
     found: dict[str, dict[str, float]] = {"A": {}, "V": {}}
     for line in text.splitlines():
-        match = _LINE.fullmatch(line)
-        if match:
-            found[match[2]][match[1]] = float(match[3])
+        if _RAIL.match(line):
+            quantity, rail, value = _value(line)
+            found[quantity][rail] = value
     amperes, volts = found["A"], found["V"]
     missing = sorted(amperes.keys() - volts.keys())
     if not amperes or missing:
-        raise ValueError(f"vcgencmd pmic_read_adc: no voltage of {missing[0]}" if missing else "it has no currents")
-    return sum(value * volts[rail] for rail, value in amperes.items())
+        raise ValueError(f"vcgencmd {QUESTION}: no voltage of {missing[0]}" if missing else "it has no currents")
+    return {rail: value * volts[rail] for rail, value in amperes.items()}
+
+
+def _value(line: str) -> tuple[str, str, float]:
+    """A or V, the rail, and how many: a line that is left out would be a rail that is left out."""
+    match = _LINE.fullmatch(line)
+    try:
+        value = float(match[3]) if match else math.nan
+    except ValueError:
+        value = math.nan
+    if match is None or not math.isfinite(value):
+        raise ValueError(f"vcgencmd {QUESTION}: {line.strip()[:60]!r} shows no number")
+    return match[2], match[1], value
 
 
 def open_pi_pmic(root: Path, ask: Ask | None = None) -> tuple[SampledMeter | None, list[str]]:
@@ -56,7 +82,7 @@ def open_pi_pmic(root: Path, ask: Ask | None = None) -> tuple[SampledMeter | Non
         board = model.read_text().strip("\0\n")
     except (OSError, ValueError):
         return None, ["pi_pmic: not a Raspberry Pi"]
-    if not board.startswith("Raspberry Pi 5"):
+    if not board.startswith(BOARDS):
         return None, [f"pi_pmic: {board} has no power sensor; use a smart plug or a USB meter"]
     sensor = PiPmicSensor(ask or vcgencmd_of(root))
     try:

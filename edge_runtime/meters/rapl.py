@@ -44,7 +44,12 @@ def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
     folder = root / "sys/class/powercap"
     domains: list[Domain] = []
     reasons: list[str] = []
-    places = sorted(folder.iterdir()) if folder.is_dir() else []
+    try:
+        places = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        places = []
+    except OSError as error:
+        return [], [f"rapl: /sys/class/powercap cannot be listed ({error})"]
     for place in places:
         if not DOMAIN.fullmatch(place.name):
             continue
@@ -53,16 +58,30 @@ def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
             if not name.startswith("package") and name != "dram":
                 continue
             int((place / "energy_uj").read_text())
-            domains.append(Domain(name, place / "energy_uj", int((place / "max_energy_range_uj").read_text())))
+            range_uj = int((place / "max_energy_range_uj").read_text())
+            if range_uj <= 0:
+                raise ValueError(f"max_energy_range_uj is {range_uj}")
+            domains.append(Domain(_full_name(place, name), place / "energy_uj", range_uj))
         except PermissionError:
             reasons.append(f"rapl {place.name}: permission denied; {PERMISSION_CURE}")
         except (OSError, ValueError) as error:
             reasons.append(f"rapl {place.name}: unreadable ({error})")
-    if not domains and not reasons:
+    if not domains and not reasons and any(place.name.startswith("intel-rapl-mmio:") for place in places):
+        reasons.append(
+            "rapl: only intel-rapl-mmio domains, which are not read: they repeat intel-rapl's; load intel_rapl_msr"
+        )
+    elif not domains and not reasons:
         reasons.append(
             "rapl: no /sys/class/powercap/intel-rapl domains (virtual machine, container, or not an x86 of this kind)"
         )
     return domains, reasons
+
+
+def _full_name(place: Path, name: str) -> str:
+    """Memory is called the same beside every package. Raises: OSError or ValueError."""
+    if name != "dram" or place.name.count(":") < 2:
+        return name
+    return f"{(place.with_name(place.name.rpartition(':')[0]) / 'name').read_text().strip()} {name}"
 
 
 def open_rapl(root: Path, limits: RaplLimits | None = None) -> tuple[SampledMeter | None, list[str]]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from contract.errors import TrainingError
 
-from ..backend import Backend, load_module, module_state, new_head, standard_of
+from ..backend import Backend, load_module, module_state, standard_of, zero_head
 from ..epochs import pool
 from ..store import Upload
 from . import Ask, Conduct, Progress, Record, Settings, Site, State
@@ -58,7 +58,7 @@ class LinearProbe:
         loss = float(functional.cross_entropy(inputs @ weight[0].T + bias[0], labels))
         if not math.isfinite(loss):
             raise TrainingError(f"site {site.name!r}: the loss is {loss}", "check the backend folder: export it again")
-        self._head = new_head(inputs.shape[1], site.classes, s.seed, site.name, self._backend.device)
+        self._head = zero_head(inputs.shape[1], site.classes, self._backend.device)
         with torch.no_grad():
             self._head.weight.copy_(weight[0] / scale)
             self._head.bias.copy_(bias[0] - (weight[0] / scale) @ mean)
@@ -74,7 +74,7 @@ class LinearProbe:
 
     def load(self, site: Site, state: State) -> None:
         """A probe trains in seconds: only its end is kept."""
-        self._head = new_head(self._backend.width, site.classes, self._settings.seed, site.name, self._backend.device)
+        self._head = zero_head(self._backend.width, site.classes, self._backend.device)
         load_module("head", self._head, state.tensors)
 
     @torch.no_grad()

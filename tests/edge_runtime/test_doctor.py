@@ -5,34 +5,58 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from edge_runtime import doctor
+from edge_runtime.meters import Probe, Timing
+from edge_runtime.meters._sampled import SampledMeter
+from tests.edge_runtime import power_worlds
+from tests.edge_runtime.power_worlds import Workload, World
 
 NAMES = ("ina", "pi_pmic", "rapl", "battery")
 
 
-def rapl(root: Path, energy_uj: int) -> Path:
-    folder = root / "sys/class/powercap/intel-rapl:0"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("name", "package-0"), ("energy_uj", energy_uj), ("max_energy_range_uj", 262143328850)):
-        (folder / name).write_text(f"{text}\n")
-    return folder / "energy_uj"
+STEADY = World(Workload([(100.0, 7.5)]))
+SENSORS: dict[str, Callable[[World], SampledMeter]] = {
+    "ina": partial(power_worlds.ina, timing=Timing(window_s=0.007)),
+    "rapl": power_worlds.rapl,
+    "nvml": power_worlds.nvml,
+    "kasa": power_worlds.plug,
+}
 
 
-def test_a_counter_is_watched_for_a_moment(tmp_path: Path) -> None:
-    counter, clock_s = rapl(tmp_path, 1_000_000), [0.0]
+@pytest.mark.parametrize("name", SENSORS)
+@pytest.mark.parametrize("seed", range(5))
+def test_steady_power_is_shown_as_it_is_however_late_the_meter_tells_it(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = replace(STEADY, now_s=20.0 + seed / 10.0)
+    meter = SENSORS[name](world)
+    monkeypatch.setattr(doctor, "probe", lambda root, plug: Probe(meter, ("ina: not there",)))
 
     def wait(seconds: float) -> None:
-        clock_s[0] += seconds
-        counter.write_text("9000000\n")
+        power_worlds.play(world, meter, [(world.now_s + seconds, lambda: None)], seed)
 
-    found = doctor.examine(tmp_path, lambda: clock_s[0], wait)
-    assert (found.meter, found.scope, found.quality, found.reason) == ("rapl", "package-0", "measured", None)
-    assert found.power_w == pytest.approx(8.0 / doctor.WATCH_S)
-    assert [line.partition(":")[0] for line in found.not_used] == ["ina", "pi_pmic"]
+    found = doctor.examine(tmp_path, world.clock, wait)
+    assert (found.meter, found.quality, found.reason) == (name, "measured", None)
+    assert found.power_w == pytest.approx(7.5, rel=0.01) and found.not_used == ("ina: not there",)
+
+
+def test_a_meter_that_falls_silent_shows_no_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = replace(STEADY, now_s=20.0)
+    meter = power_worlds.plug(world)
+    monkeypatch.setattr(doctor, "probe", lambda root, plug: Probe(meter, ()))
+
+    def wait(seconds: float) -> None:
+        world.now_s += 60.0
+
+    found = doctor.examine(tmp_path, world.clock, wait)
+    assert found.power_w is None and found.reason == "kasa: no sample for 60.0 s"
 
 
 def test_without_any_meter_every_reason_is_named(tmp_path: Path) -> None:

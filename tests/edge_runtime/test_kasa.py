@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ConfigError, DeviceError
+from edge_runtime.meters import open_plug
 from edge_runtime.meters._plug_account import Account, keep_hash, read_account
 from edge_runtime.meters.kasa import PROTOCOLS, KasaSensor, Plug, open_kasa, protocols_of, read_plug
 
@@ -82,6 +83,13 @@ def test_addresses() -> None:
     for wrong in ("http://plug", "", "plug:0", "plug:65536", "plug/", "plug/x", "plug:1:2", "plug /1"):
         with pytest.raises(ConfigError, match="HOST"):
             read_plug(wrong, None)
+
+
+def test_an_account_without_a_plug_is_an_error(tmp_path: Path) -> None:
+    assert open_plug(None, None) is None
+    with pytest.raises(ConfigError, match="plug is not") as caught:
+        open_plug(None, tmp_path / "account")
+    assert "--plug-account" in caught.value.cure
 
 
 def test_an_account_is_two_lines_and_does_not_show(tmp_path: Path) -> None:

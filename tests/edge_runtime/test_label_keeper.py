@@ -14,7 +14,7 @@ LABELS = dict(zip(IDS, [0, 1, 2, 0, 1, None], strict=True))
 
 
 def keeper(path: Path, said: list[str] | None = None) -> LabelKeeper:
-    return LabelKeeper(LABELS, 3, bytes(32), path, (said if said is not None else []).append)
+    return LabelKeeper(LABELS, 3, path, (said if said is not None else []).append)
 
 
 def ids(*rows: int) -> np.ndarray:

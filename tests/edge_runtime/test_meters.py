@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_packages_and_dram_are_added_and_nothing_is_counted_twice(tmp_path: Path
     files = {place: domain(tmp_path, place, name, 1_000_000) for place, name in places.items()}
     (tmp_path / "sys/class/powercap/intel-rapl").mkdir()
     meter = Bench(tmp_path)
-    assert meter.meter.scope == "package-0 + dram + package-1"
+    assert meter.meter.scope == "package-0 + package-0 dram + package-1"
     meter.read(0.0)
     for file in files.values():
         file.write_text("3500000\n")
@@ -130,6 +131,49 @@ def test_pw_01_a_denied_domain_is_named_with_its_cure(tmp_path: Path, monkeypatc
     domain(tmp_path, "intel-rapl:1", "core", 0)
     found = probe(tmp_path)
     assert found.meter.name == "none" and any("permission denied" in reason for reason in found.reasons)
+
+
+def test_memory_of_two_packages_is_told_apart(tmp_path: Path) -> None:
+    for number in range(2):
+        domain(tmp_path, f"intel-rapl:{number}", f"package-{number}", 0)
+        domain(tmp_path, f"intel-rapl:{number}:0", "dram", 0)
+    domain(tmp_path, "intel-rapl:2", "dram", 0)
+    assert [each.name for each in find_domains(tmp_path)[0]] == [
+        "package-0", "package-0 dram", "package-1", "package-1 dram", "dram"
+    ]  # fmt: skip
+
+
+def test_a_counter_without_a_range_is_no_meter(tmp_path: Path) -> None:
+    domain(tmp_path, "intel-rapl:0", "package-0", 0, range_uj=0)
+    meter, reasons = open_rapl(tmp_path)
+    assert meter is None and reasons == ["rapl intel-rapl:0: unreadable (max_energy_range_uj is 0)"]
+
+
+def test_domains_that_only_repeat_others_are_named(tmp_path: Path) -> None:
+    domain(tmp_path, "intel-rapl-mmio:0", "package-0", 0)
+    meter, reasons = open_rapl(tmp_path)
+    assert meter is None and "only intel-rapl-mmio" in reasons[0] and "intel_rapl_msr" in reasons[0]
+
+
+@pytest.mark.parametrize("folder", ["drivers", "powercap", "power_supply"])
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_a_folder_that_cannot_be_listed_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, error: OSError
+) -> None:
+    def listing(method: Callable[..., Iterator[Path]]) -> Callable[..., Iterator[Path]]:
+        def listed(path: Path, *arguments: str) -> Iterator[Path]:
+            if path.name == folder:
+                raise error
+            return method(path, *arguments)
+
+        return listed
+
+    for name in ("iterdir", "glob"):
+        monkeypatch.setattr(Path, name, listing(getattr(Path, name)))
+    found = probe(tmp_path)
+    meter = {"drivers": "ina", "powercap": "rapl", "power_supply": "battery"}[folder]
+    assert found.meter.name == "none" and len(found.reasons) == 4
+    assert [reason for reason in found.reasons if error.strerror in reason and reason.startswith(meter)]
 
 
 def assert_partial(root: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -101,6 +103,29 @@ def test_a_power_hat_counts_what_is_behind_it(tmp_path: Path) -> None:
     assert power_of(tmp_path) == pytest.approx(3.25)
 
 
+@pytest.mark.parametrize("places", [("1-0040", "2-0040"), ("1-0040", "1-0040")])
+def test_a_label_that_is_there_twice_has_no_total(tmp_path: Path, places: tuple[str, str]) -> None:
+    for number, place in enumerate(places):
+        hwmon(tmp_path, place, number, {"VDD_IN": (5000, 1000 * (number + 1))})
+    device = tmp_path / DRIVERS / "ina3221x" / "6-0041" / "iio:device0"
+    write(device, {"rail_name_0": "VDD_IN", "ui_input_0": "5048 600"})
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and "VDD_IN 1-0040:1" in reasons[0] and "VDD_IN 6-0041:0" in reasons[0]
+
+
+def test_thor_without_its_carrier_s_sensor_has_no_total(tmp_path: Path) -> None:
+    hwmon(tmp_path, "2-0040", 4, {"VDD_GPU": (19700, 5060), "VDD_CPU_SOC_MSS": (19700, 600), "VIN_SYS_5V0": (5000, 9)})
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and "no total is known" in reasons[0]
+
+
+@pytest.mark.parametrize(("label", "shown"), [("VBAT", "INA238 VBAT"), ("VDD_IN", "INA238 VDD_IN"), ("", "INA238")])
+def test_another_board_s_ina238_is_named_and_is_no_total(tmp_path: Path, label: str, shown: str) -> None:
+    write(tmp_path / DRIVERS / "ina238/2-0044/hwmon/hwmon5", {"in1_label": label, "power1_input": "150000000"})
+    meter, reasons = open_ina(tmp_path)
+    assert meter is None and reasons == [f"ina: no total is known for the rails {shown}"]
+
+
 def test_two_power_hats_have_no_total(tmp_path: Path) -> None:
     for place in ("1-0040", "1-0041"):
         write(tmp_path / DRIVERS / f"ina2xx/{place}/hwmon/hwmon0", {"power1_input": "3250000"})
@@ -188,6 +213,64 @@ def test_batteries_of_other_names_count_and_those_of_mice_do_not(tmp_path: Path)
     assert meter is not None and meter._read() == pytest.approx(7.0) and meter.scope == "whole machine (CMB0)"
 
 
+@pytest.mark.parametrize("power", ["power_now", "current_now"])
+def test_no_power_while_it_discharges_is_unknown_and_not_zero(tmp_path: Path, power: str) -> None:
+    battery(tmp_path, status="Discharging", voltage_now="11400000", **{power: "0"})
+    meter, reasons = open_battery(tmp_path)
+    assert meter is None and "BAT0 discharges and shows 0 W" in reasons[0]
+
+
+@pytest.mark.parametrize("spoiled", ["", "-\n", None])
+def test_power_that_cannot_be_read_is_current_times_voltage(tmp_path: Path, spoiled: str | None) -> None:
+    battery(tmp_path, status="Discharging", current_now="1500000", voltage_now="11400000")
+    path = tmp_path / "sys/class/power_supply/BAT0/power_now"
+    path.mkdir() if spoiled is None else path.write_text(spoiled)
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._read() == pytest.approx(17.1)
+
+
+@pytest.mark.parametrize(
+    "supply", [("ADP1", "Mains", "1"), ("ucsi-source-psy-0", "USB", "2"), ("wpc", "Wireless", "1")]
+)
+def test_a_battery_that_helps_a_weak_charger_is_not_the_whole_machine(
+    tmp_path: Path, supply: tuple[str, str, str]
+) -> None:
+    name, kind, online = supply
+    battery(tmp_path, status="Discharging", power_now="2500000")
+    supplies = tmp_path / "sys/class/power_supply"
+    write(supplies / name, {"type": kind, "online": "0"})
+    write(supplies / "hid-mouse", {"type": "Battery", "scope": "Device", "online": "1"})
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._read() == pytest.approx(2.5)
+    write(supplies / name, {"online": online})
+    with pytest.raises(ValueError, match=f"{name} feeds the machine: mains"):
+        meter._read()
+
+
+def test_a_battery_that_charges_takes_what_another_gives(tmp_path: Path) -> None:
+    battery(tmp_path, status="Discharging", power_now="20000000")
+    beside = tmp_path / "sys/class/power_supply/BAT1"
+    write(beside, {"type": "Battery", "status": "Charging", "power_now": "8000000"})
+    meter, reasons = open_battery(tmp_path)
+    assert meter is None and "BAT1 is charged" in reasons[0]
+    write(beside, {"status": "Not charging", "power_now": "0"})
+    meter, _ = open_battery(tmp_path)
+    assert meter is not None and meter._read() == pytest.approx(20.0)
+
+
+def test_what_cannot_be_read_of_other_supplies_spoils_no_battery(tmp_path: Path) -> None:
+    battery(tmp_path, status="Discharging", power_now="12500000")
+    supplies = tmp_path / "sys/class/power_supply"
+    write(supplies / "BAT1", {"type": "Battery", "present": "0"})
+    for unreadable in ("BAT1/status", "ucsi-source-psy-0/type", "ucsi-source-psy-0/online", "hidpp/scope", "CMB9/type"):
+        (supplies / unreadable).mkdir(parents=True)  # reading a folder is an OSError, as ENODEV is
+    write(supplies / "CMB9", {"power_now": "1"})
+    (supplies / "odd").mkdir()
+    (supplies / "odd/type").write_bytes(b"\xff\n")
+    meter = probe(tmp_path).meter
+    assert meter.name == "battery" and isinstance(meter, SampledMeter) and meter._read() == pytest.approx(12.5)
+
+
 def test_a_machine_on_mains_says_why_its_battery_is_no_meter(tmp_path: Path) -> None:
     battery(tmp_path, status="Full", power_now="0")
     meter, reasons = open_battery(tmp_path)
@@ -215,6 +298,35 @@ def test_pi_5_adds_up_the_rails_that_have_a_current(tmp_path: Path) -> None:
     assert meter is not None and meter._read() == pytest.approx(1.03)
 
 
+def test_a_current_that_flows_back_counts_as_what_it_is() -> None:
+    assert rails_w(PMIC.replace("0.20000000A", "-0.00048842A"))["3V3_SYS"] == pytest.approx(-0.00048842 * 3.3)
+
+
+@pytest.mark.parametrize("odd", ["nanA", "infA", "0,2A", "A", "", "0.2.0A", "0.2V", "0.2"])
+def test_a_rail_whose_figure_is_no_number_is_an_error_and_not_left_out(odd: str) -> None:
+    for shown in ("0.20000000A", "3.30000000V"):
+        with pytest.raises(ValueError, match="3V3_SYS_[AV].* shows no number"):
+            rails_w(PMIC.replace(shown, odd.replace("A", shown[-1]) if odd != "0.2V" else "0.2W"))
+
+
+def test_an_answer_that_has_lost_a_rail_is_an_error(tmp_path: Path) -> None:
+    pi(tmp_path, "Raspberry Pi 5 Model B Rev 1.0")
+    answers = [PMIC, PMIC, "\n".join(line for line in PMIC.splitlines() if "3V3_SYS" not in line), PMIC]
+    meter, _ = open_pi_pmic(tmp_path, lambda question: answers.pop(0))
+    assert meter is not None and meter._read() == pytest.approx(1.03)
+    with pytest.raises(ValueError, match=r"other rails than before \(3V3_SYS\)"):
+        meter._read()
+    assert meter._read() == pytest.approx(1.03)
+
+
+@pytest.mark.parametrize("model", ["Raspberry Pi Compute Module 5 Rev 1.0", "Raspberry Pi 500 Rev 1.0"])
+def test_other_boards_of_the_fifth_generation_are_asked(tmp_path: Path, model: str) -> None:
+    pi(tmp_path, model)
+    assert open_pi_pmic(tmp_path, lambda question: PMIC)[0] is not None
+    meter, reasons = open_pi_pmic(tmp_path, lambda question: "")
+    assert meter is None and reasons == ["pi_pmic: it has no currents"]
+
+
 @pytest.mark.parametrize("text", ["", 'error=1 error_msg="Command not registered"', PMIC.replace("3V3_SYS_V", "X_V")])
 def test_what_is_not_the_answer_of_a_pi_5_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="pmic_read_adc|no currents"):
@@ -233,8 +345,8 @@ class Nvml:
     class NVMLError(Exception):
         pass
 
-    def __init__(self, counters_mj: list[int] | None) -> None:
-        self.counters_mj = counters_mj
+    def __init__(self, counters_mj: list[int] | None, silent: tuple[int, ...] = ()) -> None:
+        self.counters_mj, self._silent = counters_mj, silent
 
     def nvmlInit(self) -> None:
         pass
@@ -246,7 +358,7 @@ class Nvml:
         return number
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
-        if self.counters_mj is None:
+        if self.counters_mj is None or handle in self._silent:
             raise self.NVMLError("Not Supported")
         return self.counters_mj[handle]
 
@@ -269,6 +381,20 @@ def test_nvml_counts_all_boards_from_its_first_read() -> None:
 def test_nvml_that_starts_and_cannot_be_read_is_no_meter() -> None:
     meter, reasons = open_nvml(lambda name: Nvml(None))
     assert meter is None and "Not Supported" in reasons[0]
+
+
+def test_nvml_measures_the_boards_that_count_and_names_the_others() -> None:
+    meter, reasons = open_nvml(lambda name: Nvml([5_000, 7_000, 9_000], silent=(1,)))
+    assert meter is not None and meter._read() == pytest.approx(14.0) and meter.scope == "GPU boards 0, 2 of 3"
+    assert reasons == ["nvml: board 1 shows no energy (Not Supported)"] and meter.note == f"partial: {reasons[0]}"
+
+
+@pytest.mark.parametrize("missing", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetTotalEnergyConsumption"])
+def test_nvml_of_a_package_that_lacks_a_function_is_no_meter(missing: str) -> None:
+    names = {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetTotalEnergyConsumption"}
+    old = SimpleNamespace(**{name: getattr(Nvml([1]), name) for name in names - {missing}})
+    meter, reasons = open_nvml(lambda name: old)
+    assert meter is None and missing in reasons[0]
 
 
 def test_nvml_that_is_not_installed_is_no_meter() -> None:
@@ -425,6 +551,71 @@ def test_sampling_runs_on_a_thread_of_its_own() -> None:
     for _ in range(3):
         meter.read(0.0)
     assert started == [meter]
+
+
+def test_a_sum_that_stands_still_is_unknown_after_a_gap_s_time() -> None:
+    sensor = Simulated(lambda now_s: 5.0)
+    meter = play(sensor, Sampling(1.0, at_reads=False), 4.0)
+    sensor.now_s = 5.9
+    assert meter.read(5.9).energy_j == pytest.approx(20.0)
+    sensor.now_s = 600.0
+    assert (meter.read(600.0).energy_j, meter.read(600.0).reason) == (None, "simulated: no sample for 596.0 s")
+
+
+def test_a_read_waits_a_while_only_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_runtime.meters._sampled.READ_WAIT_MOST_S", 0.01)
+    sensor = Simulated(lambda now_s: 5.0)
+    meter = play(sensor, Sampling(1.0), 4.0)
+    is_reading, goes_on = threading.Event(), threading.Event()
+
+    def hang(now_s: float) -> float:
+        is_reading.set()
+        goes_on.wait(30.0)
+        return 5.0
+
+    sensor._power_w = hang
+    sampler = threading.Thread(target=meter.sample)
+    sampler.start()
+    try:
+        assert is_reading.wait(30.0)
+        assert meter.read(5.0).energy_j == pytest.approx(20.0)
+        assert meter.read(50.0).reason == "simulated: no sample for 46.0 s"
+    finally:
+        goes_on.set()
+        sampler.join()
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"), [(ZeroDivisionError("odd"), "ZeroDivisionError: odd"), (OSError(), "OSError"), (None, "nan")]
+)
+def test_whatever_a_sensor_raises_or_shows_is_a_failed_sample(failure: Exception | None, said: str) -> None:
+    def odd(now_s: float) -> float:
+        if now_s <= 50.0:
+            return 10.0
+        if failure is not None:
+            raise failure
+        return math.nan
+
+    meter = play(Simulated(odd), Sampling(0.1), 100.0)
+    reading = meter.read(100.0)
+    assert reading.energy_j is None and reading.reason is not None and said in reading.reason
+    assert meter.failure is not None and said in meter.failure
+
+
+def test_one_that_cannot_take_a_piece_spoils_nothing_for_the_others() -> None:
+    sensor, taken = Simulated(lambda now_s: 5.0), list[Piece]()
+    meter = play(sensor, Sampling(1.0), 4.0)
+
+    def spoiled(piece: Piece) -> None:
+        raise KeyError("stage")
+
+    meter.watch(spoiled)
+    meter.watch(taken.append)
+    for _ in range(3):
+        sensor.now_s += 1.0
+        meter.sample()
+    assert [piece.energy_j for piece in taken] == [5.0] * 3 and meter.read(7.0).energy_j == pytest.approx(35.0)
+    assert meter.failure is not None and "could not be taken (KeyError: 'stage')" in meter.failure
 
 
 def test_sampling_is_fine_while_a_block_is_recorded() -> None:

@@ -121,6 +121,18 @@ def test_energy_that_was_lost_for_long_is_unknown_with_the_reason() -> None:
     assert world.stages.energy_reason() == cost.reason
 
 
+def test_a_short_run_says_why_the_newest_samples_failed() -> None:
+    world = Clockwork(Sampling(interval_s=0.1, gap_most_s=5.0, timing=Timing(window_s=0.1)))
+    world.failure = "the plug refuses the account"
+    with world.stages.measure("extract"):
+        world.spend(1.0, 1.0)
+    reason = "clockwork: measured for 0.0% of the time (the plug refuses the account)"
+    assert world.stages.energy_reason() == world.stages.costs()["extract"].reason == reason
+    world.failure = ""
+    world.meter.sample()  # what is missing now is missing for another reason
+    assert "too few samples" in (world.stages.energy_reason() or "")
+
+
 def test_without_a_meter_only_time_is_known() -> None:
     now_s = [0.0]
     stages = Stages(NoMeter("no meter here"), lambda: now_s[0])

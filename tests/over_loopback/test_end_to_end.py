@@ -74,7 +74,7 @@ def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_p
     for root in roots.values():
         root.mkdir()
     calm, killed = (Deployment(package, root) for root in roots.values())
-    options = ("--epochs", EPOCHS, "--label-mode", mode, "--run", "same")  # a device's head is keyed by the run
+    options = ("--epochs", EPOCHS, "--label-mode", mode, "--run", "same")
     with calm.server(*options, "--exit-when-done") as server:
         calm.run_devices("--label-mode", mode)
         assert server.wait(timeout=120) == 0
@@ -100,7 +100,7 @@ def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_p
 def test_newest_states_lost_on_either_side_change_nothing(package: Path, tmp_path: Path) -> None:
     calm, broken = (Deployment(package, tmp_path / name) for name in ("undisturbed", "broken"))
     mode = ("--label-mode", "client-head")
-    options = ("--epochs", EPOCHS, *mode, "--exit-when-done", "--run", "same")  # a head's start is keyed by the run
+    options = ("--epochs", EPOCHS, *mode, "--exit-when-done", "--run", "same")
     for each in (calm, broken):
         each.root.mkdir()
     with calm.server(*options) as server:
