@@ -98,7 +98,8 @@ class SampledMeter:
         with self._lock:
             silent_s = 0.0 if self._first_s is None else now_s - self._newest_s
             if silent_s > self._sampling.gap_most_s:
-                return Reading(None, f"{self.name}: no sample for {silent_s:.1f} s")
+                before = f" after one that failed ({self.failure})" if self.failure else ""
+                return Reading(None, f"{self.name}: no sample for {silent_s:.1f} s{before}")
             coverage = self._coverage()
             if not self._has_answered or coverage < COVERED_LEAST:
                 why = self._pieces.failure or ("the counter stands still" if self.timing.counts else "gaps")

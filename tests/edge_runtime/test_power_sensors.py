@@ -560,6 +560,8 @@ def test_a_sum_that_stands_still_is_unknown_after_a_gap_s_time() -> None:
     assert meter.read(5.9).energy_j == pytest.approx(20.0)
     sensor.now_s = 600.0
     assert (meter.read(600.0).energy_j, meter.read(600.0).reason) == (None, "simulated: no sample for 596.0 s")
+    meter.failure = "no answer"
+    assert meter.read(600.0).reason == "simulated: no sample for 596.0 s after one that failed (no answer)"
 
 
 def test_a_read_waits_a_while_only_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,29 @@
-"""What the signed manifest decides about the worker's answers."""
+"""What is equipped first, and what the signed manifest decides about the worker's answers."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from contract.errors import ConfigError
 from edge_runtime import pipeline
 from edge_runtime.equip import equip
 from edge_runtime.worker import Upload, Worker
 from tests.edge_runtime.fake_package import write_device, write_images, write_package
+
+
+def test_an_energy_meter_that_cannot_be_is_said_before_anything_is_installed(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "front")
+    config = write_device(tmp_path / "device", package, write_images(tmp_path / "images", {"a": 1}))
+    for wrong in (replace(config, plug_account=tmp_path / "account"), replace(config, power_model="9:1")):
+        with pytest.raises(ConfigError, match="plug is not|IDLE:BUSY"):
+            equip(wrong, "adapt", threading.Event(), pytest.fail)  # type: ignore[arg-type]
+        assert not list(config.state.rglob("*.onnx"))
+    equip(config, "adapt", threading.Event(), lambda text: None).state.close()
+    assert list(config.state.rglob("*.onnx"))
 
 
 @pytest.mark.parametrize(("family", "retrieved"), [("vit", True), ("swin", False), ("resnet", False), ("vgg", False)])

@@ -357,6 +357,7 @@ def test_the_command_says_what_the_plug_shows_and_leaves_without_a_word_on_stder
         options = ("--root", tmp_path, "--plug", f"127.0.0.1:{plug.port}", "--plug-account", file)
         shown = doctor(*options)
         assert (shown.returncode, shown.stderr) == (0, "") and "meter     kasa" in shown.stdout
+        assert "power     7.25 W now" in shown.stdout
         account_file(tmp_path, password="wrong")
         refused = doctor(*options)
         assert refused.returncode == 2 and "refuses the account" in refused.stderr and "cure: " in refused.stderr
