@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from contract.adaptation import rate_share
 from contract.console import progress
 from exporter.channel import WireChannel
 from exporter.tune import Classifier, TokenSet
 
 DEFAULT_BACKEND_LR = 1e-5  # SA section 4.1
 DEFAULT_HEAD_LR = 1e-3
+SMALLEST_SPREAD = 1e-6  # of a feature over images: below it there is nothing but rounding
 
 
 @dataclass(frozen=True)
@@ -130,24 +132,42 @@ def draw_episode(
     return Episode(*released(support), *released(query))
 
 
+class Standard(nn.Module):
+    """Features (B, f) less the mean of `known` ones (n, f), in units of their spread; 1 where they have none."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        spread = known.std(dim=0, correction=0)
+        self.register_buffer("mean", known.mean(dim=0))
+        self.register_buffer("spread", torch.where(spread > SMALLEST_SPREAD, spread, 1.0))
+
+    def forward(self, features: Tensor) -> Tensor:
+        standard: Tensor = (features - self.mean) / self.spread
+        return standard
+
+
 def play(
     backend: nn.Module, episode: Episode, backend_lr: float, head_lr: float, settings: FewShotSettings,
     rng: np.random.Generator, device: str,
 ) -> float:  # fmt: skip
-    """Accuracy on the query after adapting a copy of the backend and a new head to the support."""
+    """Accuracy on the query after adapting a copy of the backend and a new head to the support, as a server would: a
+    head of zeros on features of zero mean and spread 1, at rates that fall as `contract.adaptation` says."""
     ways = int(episode.support_labels.max()) + 1
-    features = backend(episode.support[:1]).shape[-1]
-    head = nn.Linear(features, ways)
+    with torch.no_grad():
+        known = backend(episode.support)  # (n, f)
+    head = nn.Linear(known.shape[-1], ways)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    model = Classifier(copy.deepcopy(backend), head).to(device).eval()
+    model = Classifier(nn.Sequential(copy.deepcopy(backend), Standard(known)), head).to(device).eval()
     model.requires_grad_(True)
     groups = [
         {"params": list(model.backend.parameters()), "lr": backend_lr},
         {"params": list(model.head.parameters()), "lr": head_lr},
     ]
     optimiser = torch.optim.Adam(groups)
-    for _ in range(settings.epochs):
+    for epoch in range(1, settings.epochs + 1):
+        for group, rate in zip(optimiser.param_groups, (backend_lr, head_lr), strict=True):
+            group["lr"] = rate * rate_share(epoch, settings.epochs)
         for rows in np.array_split(rng.permutation(len(episode.support)), -(-len(episode.support) // settings.batch)):
             chosen = torch.from_numpy(rows).to(device)
             loss = cross_entropy(model(episode.support[chosen]), episode.support_labels[chosen])

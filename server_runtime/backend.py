@@ -217,8 +217,8 @@ def new_head(width: int, classes: int, seed: int, site: str, device: torch.devic
 
 
 def zero_head(width: int, classes: int, device: torch.device) -> nn.Linear:
-    """A linear head (f -> C) that knows nothing and says so. A random one sends noise into the backend before it has
-    learnt anything: from a few dozen images the backend then loses 2 to 5 points (docs/results.md)."""
+    """A linear head (f -> C) that knows nothing and says so: a random one bends the backend with noise before it has
+    learnt anything itself (docs/results.md)."""
     head = nn.Linear(width, classes)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

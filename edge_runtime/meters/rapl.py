@@ -40,7 +40,10 @@ class Domain:
 
 
 def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
-    """Readable packages and dram, and why others are not: one line each."""
+    """Readable packages and dram, and why others are not: one line each.
+
+    Raises: OSError when there is such a folder and it cannot be listed.
+    """
     folder = root / "sys/class/powercap"
     domains: list[Domain] = []
     reasons: list[str] = []
@@ -48,8 +51,6 @@ def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
         places = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         places = []
-    except OSError as error:
-        return [], [f"rapl: /sys/class/powercap cannot be listed ({error})"]
     for place in places:
         if not DOMAIN.fullmatch(place.name):
             continue
@@ -85,7 +86,10 @@ def _full_name(place: Path, name: str) -> str:
 
 
 def open_rapl(root: Path, limits: RaplLimits | None = None) -> tuple[SampledMeter | None, list[str]]:
-    """A meter on the readable domains, or None; the reasons name what is missing either way."""
+    """A meter on the readable domains, or None; the reasons name what is missing either way.
+
+    Raises: OSError as `find_domains` does.
+    """
     domains, reasons = find_domains(root)
     if not any(domain.name.startswith("package") for domain in domains):
         return None, reasons or ["rapl: no package domain"]

@@ -7,7 +7,8 @@ d, f features, C classes, N^C images of the site, N^Aug augmentation runs, N^P r
 Departures, all decided in algorithms.md 1.2: noise once per token, and augmentations as a recipe (C); in each epoch one
 of the N^Aug runs per image beside the un-augmented image (D); dL/dlogits instead of "the loss" from the device, or
 labels under the site's secret permutation, or the head on the device (E); a Wiener filter before Theta^B (J, noise.md).
-One more is this project's own: the head starts at zero, not at random (`backend.zero_head` says why).
+Three more are this project's own (docs/results.md has what they are worth): the head starts at zero, not at random
+(`backend.zero_head` says why), it reads standardised features, and the rates fall along a cosine.
 """
 
 from __future__ import annotations
@@ -20,11 +21,22 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from contract.adaptation import rate_share
 from contract.errors import TrainingError
 from contract.messages import Gradient
 
 from ..aggregation import is_usable, weighted_mean
-from ..backend import Backend, adam, load_module, load_optimiser, module_state, optimiser_state, place, zero_head
+from ..backend import (
+    Backend,
+    adam,
+    load_module,
+    load_optimiser,
+    module_state,
+    optimiser_state,
+    place,
+    standard_of,
+    zero_head,
+)
 from ..epochs import Augmentation, Rows, epoch_batches, labels_of, pool, sample_ids_of, token_rows
 from ..store import Upload
 from . import Ask, Conduct, Metric, Progress, Record, Replies, Settings, Site, State
@@ -68,6 +80,10 @@ class SplitAdaptation:
         self._theta_b = backend.copy()  # Theta^B
         self._g: torch.nn.Linear | None = None  # g_gamma; on the device in client-head mode
         self._optimiser: torch.optim.Adam | None = None
+        self._mean, self._scale = (
+            torch.zeros(()),
+            torch.ones(()),
+        )  # (f,): of the features that the site's uploads begin with
         self._epoch = 0  # epochs that are over
         self._step = 0
 
@@ -89,6 +105,7 @@ class SplitAdaptation:
         uploads = tuple(upload for upload in uploads if len(upload.sample_ids))  # 'no data' devices weigh nothing
         if self._optimiser is None:
             self._prepare(site)
+            self._standardise(uploads)
         batches = self._batches(uploads)
         batch = next(batches, None)
         tally = Tally()
@@ -113,6 +130,7 @@ class SplitAdaptation:
         patches, prefix = theta_b.front.patches, theta_b.front.prefix  # N, T - N
         recipe = Augmentation(s.seed, s.augmentations, patches, round(s.replaced * patches), prefix)
         for epoch in range(self._epoch + 1, s.epochs + 1):
+            self._set_rates(rate_share(epoch, s.epochs))
             for rows in epoch_batches(uploads, recipe, epoch, BATCH):
                 yield epoch, rows, theta_b.tokens(codes.take(token_rows(uploads, rows, recipe)))
 
@@ -123,7 +141,7 @@ class SplitAdaptation:
         assert self._optimiser is not None
         theta_b = self._theta_b
         self._optimiser.zero_grad(set_to_none=True)
-        features = theta_b.features(x)  # (B,f)
+        features = self._standard(theta_b.features(x))  # (B,f)
         values = features if self._g is None else self._g(features)  # (B,f) or logits (B,C)
         if self._settings.label_mode == "permuted-label":
             y = place(torch.from_numpy(labels_of(uploads, rows)), theta_b.device)  # (B,), under the site's permutation
@@ -189,11 +207,32 @@ class SplitAdaptation:
         heads = [] if self._g is None else [(self._g.parameters(), s.head_lr)]
         self._optimiser = adam([(theta_b.module.parameters(), s.backend_lr), *heads])
 
+    def _standardise(self, uploads: tuple[Upload, ...]) -> None:
+        """Mean and spread of each feature over the site's images: so one head rate suits every backend."""
+        parts = []
+        for upload in uploads:  # in the order of ids: neither sums nor a feature's last bits may know the arrival
+            order = np.lexsort(upload.sample_ids.T[::-1])
+            parts.append(self._theta_b.features_of(upload.codes[order]))
+        self._mean, self._scale = standard_of(torch.cat(parts).float())  # of (N^C,f)
+
+    def _standard(self, features: torch.Tensor) -> torch.Tensor:
+        return (features - self._mean) / self._scale
+
+    def _set_rates(self, share: float) -> None:
+        assert self._optimiser is not None
+        rates = (self._settings.backend_lr, self._settings.head_lr)  # the second group is missing in client-head mode
+        for group, rate in zip(self._optimiser.param_groups, rates, strict=False):
+            group["lr"] = rate * share
+
     # -- going on after a stop, and serving
 
     def state(self) -> State:
         """Weights, Adam's moments, and how far training is."""
         tensors = module_state("backend", self._theta_b.module)
+        tensors |= {
+            "features.mean": self._mean.to("cpu", copy=True),
+            "features.scale": self._scale.to("cpu", copy=True),
+        }
         if self._g is not None:
             tensors |= module_state("head", self._g)
         if self._optimiser is not None:
@@ -208,12 +247,14 @@ class SplitAdaptation:
         if self._g is not None:
             load_module("head", self._g, state.tensors)
         load_optimiser(self._optimiser, state.tensors)
+        device = self._theta_b.device
+        self._mean, self._scale = state.tensors["features.mean"].to(device), state.tensors["features.scale"].to(device)
         self._epoch, self._step = int(state.values["epoch"] or 0), int(state.values["step"] or 0)
 
     @torch.no_grad()
     def predict(self, codes: np.ndarray) -> np.ndarray:
         """1.2 F: codes (B,T,d), noisy as the uploads are -> logits (B,C), or features (B,f) for a device's head."""
-        features = self._theta_b.features_of(codes)
+        features = self._standard(self._theta_b.features_of(codes))
         scores: np.ndarray = (features if self._g is None else self._g(features)).float().cpu().numpy()
         return scores
 

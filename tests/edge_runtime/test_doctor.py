@@ -53,10 +53,11 @@ def test_a_meter_that_falls_silent_shows_no_power(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(doctor, "probe", lambda root, plug: Probe(meter, ()))
 
     def wait(seconds: float) -> None:
+        power_worlds.play(world, meter, [(world.now_s + seconds, lambda: None)], seed=0)
         world.now_s += 60.0
 
     found = doctor.examine(tmp_path, world.clock, wait)
-    assert found.power_w is None and found.reason == "kasa: no sample for 60.0 s"
+    assert found.power_w is None and (found.reason or "").startswith("kasa: no sample for 60.")
 
 
 def test_without_any_meter_every_reason_is_named(tmp_path: Path) -> None:

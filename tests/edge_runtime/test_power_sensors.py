@@ -236,7 +236,7 @@ def test_a_battery_that_helps_a_weak_charger_is_not_the_whole_machine(
     tmp_path: Path, supply: tuple[str, str, str]
 ) -> None:
     name, kind, online = supply
-    battery(tmp_path, status="Discharging", power_now="2500000")
+    battery(tmp_path, status="Discharging", power_now="2500000", online="1")
     supplies = tmp_path / "sys/class/power_supply"
     write(supplies / name, {"type": kind, "online": "0"})
     write(supplies / "hid-mouse", {"type": "Battery", "scope": "Device", "online": "1"})

@@ -1,6 +1,6 @@
 """Public images for leakage-profile: some play the device's and are attacked, the attacker learns from the others.
 
-What is done with them is left to `leakage`.
+What is done with them is left to `profiler`.
 """
 
 from __future__ import annotations

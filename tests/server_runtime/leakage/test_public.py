@@ -14,7 +14,7 @@ from PIL import Image
 
 from contract.errors import DataError
 from contract.image_folder import scan
-from server_runtime.leakage_public import Public, digest_of, read_public
+from server_runtime.leakage.public import Public, digest_of, read_public
 from tests.golden.samples import MANIFEST
 
 RULE = dataclasses.replace(MANIFEST.image, height=16, width=16)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from contract.image_folder import scan
-from server_runtime.leakage import Profiler, curve_of, default_strengths
-from server_runtime.leakage_metrics import Figures
-from server_runtime.leakage_package import read_package
-from server_runtime.leakage_public import digest_of, read_public
-from server_runtime.leakage_table import Attacked, Row, Settings, Table, strongest, to_text
+from server_runtime.leakage.metrics import Figures
+from server_runtime.leakage.package import read_package
+from server_runtime.leakage.profiler import Profiler, curve_of, default_strengths
+from server_runtime.leakage.public import digest_of, read_public
+from server_runtime.leakage.table import Attacked, Row, Settings, Table, strongest, to_text
 
 STRENGTHS = (0.0, 0.5, 1.0, 2.0)
 

@@ -18,7 +18,7 @@ from contract.manifest import Cut
 from contract.tokens import dequantize
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
 from server_runtime import backend_folder
-from server_runtime.leakage_package import Package, Runner, client_of, read_package, release
+from server_runtime.leakage.package import Package, Runner, client_of, read_package, release
 
 
 @pytest.fixture(scope="module")

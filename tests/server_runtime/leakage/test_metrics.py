@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server_runtime.leakage_metrics import LPIPS_FILES, load_lpips, measure
+from server_runtime.leakage.metrics import LPIPS_FILES, load_lpips, measure
 
 pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extra attack")
 

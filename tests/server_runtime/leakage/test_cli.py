@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
-from server_runtime import leakage_cli, leakage_table
-from server_runtime.leakage_cli import main
-from server_runtime.leakage_table import Table, kept_path, read_table
+from server_runtime.leakage import cli as leakage_cli
+from server_runtime.leakage import table as leakage_table
+from server_runtime.leakage.cli import main
+from server_runtime.leakage.table import Table, kept_path, read_table
 
 pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extra attack")
 
@@ -29,7 +30,7 @@ def exports() -> Path:
 
 @pytest.fixture(autouse=True)
 def short_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server_runtime.leakage_classifier.STEPS", (20, 20))
+    monkeypatch.setattr("server_runtime.leakage.classifier.STEPS", (20, 20))
 
 
 def profile(exports: Path, output: Path, *more: str, name: str = "front") -> int:

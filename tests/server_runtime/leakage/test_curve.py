@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_runtime.leakage_curve import (
+from server_runtime.leakage.curve import (
     Judged,
     find_threshold,
     fine_grid,

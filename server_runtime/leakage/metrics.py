@@ -1,6 +1,6 @@
 """How alike reconstructed pictures are to the true ones: PSNR, SSIM, FSIM and LPIPS, the last three by the library piq.
 
-Which pictures are compared, and with which baselines beside them, is `leakage`'s part. A figure alone says little: the
+Which pictures are compared, and with which baselines beside them, is `profiler`'s part. A figure alone says little: the
 FSIM of an unrelated photograph of 32 pixels is about 0.6.
 
 Images are (n, 3, h, w) in [0, 1], h and w at least 7.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contract.errors import UsageError
 
-from .attacks.ridge import image_psnr_db
+from ..attacks.ridge import image_psnr_db
 
 AT_ONCE = 64
 LEAST_PIXELS = 7  # of a side: SSIM's window

@@ -1,6 +1,6 @@
 """The table that leakage-profile writes: its document, what is kept between its rows, and how it looks to a person.
 
-Figures come from `leakage`, curves and thresholds from `leakage_curve`.
+Figures come from `profiler`, curves and thresholds from `curve`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.errors import ConfigError, UsageError
 
-from .files import write_atomic
-from .leakage_metrics import Figures
+from ..files import write_atomic
+from .metrics import Figures
 
 KIND = "leakage-profile"
 TABLE_BYTES_MAX = 64 << 20

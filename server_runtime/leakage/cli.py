@@ -1,6 +1,6 @@
 """leakage-profile: what an attacker can read of the images behind each split of a package, at each strength of noise.
 
-Flags, files and progress; everything that decides is left to `leakage`.
+Flags, files and progress; everything that decides is left to `profiler`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from contract.console import ArgumentParser, print_document, progress, run_comma
 from contract.errors import CutlayerError, TrainingError, UsageError
 from contract.image_folder import scan
 
-from . import attacks, backend_folder, leakage, leakage_public
-from .backend import choose_device
-from .files import DISK_ERRORS, remove
-from .leakage_metrics import LEAST_PIXELS, load_lpips, load_piq
-from .leakage_package import Package, read_package
-from .leakage_table import Row, Settings, keep_rows, kept_path, read_rows, to_document, to_text, write_table
+from .. import attacks, backend_folder
+from ..backend import choose_device
+from ..files import DISK_ERRORS, remove
+from . import profiler as leakage
+from . import public as public_images
+from .metrics import LEAST_PIXELS, load_lpips, load_piq
+from .package import Package, read_package
+from .table import Row, Settings, keep_rows, kept_path, read_rows, to_document, to_text, write_table
 
 DEFAULT_ATTACKS = ("ridge", "inverse_net")
 IMAGES = 1000
@@ -110,7 +112,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     folder = scan(flags.public, None)
     settings = Settings(
         package_digest=package.digest.hex(),
-        public_digest=leakage_public.digest_of(folder),
+        public_digest=public_images.digest_of(folder),
         attacks=names,
         strengths=flags.noise or leakage.default_strengths(package),
         alpha=package.alpha,
@@ -124,7 +126,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         say(f"going on after {len(done)} rows in {kept_path(flags.output)}")
     device = choose_device(len(os.sched_getaffinity(0)))
     lpips, lpips_unknown = load_lpips(device)
-    public = leakage_public.read_public(folder, package.image, flags.images, flags.learn, flags.seed, _progress)
+    public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, _progress)
     kept = _backend(flags.backend, package)
     profiler = leakage.Profiler(package, public, settings, device, _progress, lpips, kept)
     planned = len(profiler.planned())

@@ -2,7 +2,7 @@
 
 The shipped ONNX runs as it is, noise on the weights included; drawing noise on tokens is `attacks._release`'s part for
 an attacker, and here, by the contract's keyed law, for the device that is attacked. A part that sees some patches in
-training is attacked as it predicts, with all of them. What is attacked with what is left to `leakage`.
+training is attacked as it predicts, with all of them. What is attacked with what is left to `profiler`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from contract.training import PARAMETERS_NAME, TRAINING_NAME, TrainingCut
 from exporter.models import family_of
 from exporter.split import create
 
-from .attacks import Upload
-from .attacks._release import Law
-from .backend_folder import BackendFolder, TrainingFolder
+from ..attacks import Upload
+from ..attacks._release import Law
+from ..backend_folder import BackendFolder, TrainingFolder
 
 AT_ONCE = 32  # images through the engine
 _CURE = "give the folder that export-frontend wrote, as it wrote it"

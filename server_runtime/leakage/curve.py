@@ -1,7 +1,7 @@
 """From a few measured strengths of noise to a whole curve, and from curves to the least noise that is enough: pure.
 
 Leakage cannot rise with noise, so what measurement errors make rise is levelled (isotonic regression); between measured
-strengths it is interpolated. What is measured, and how, is left to `leakage`.
+strengths it is interpolated. What is measured, and how, is left to `profiler`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A classifier of public pictures, to ask of reconstructions whether their class can still be told.
 
 A small convolutional network, trained on the public images as they are; pictures larger than 64 pixels are shrunk
-first. Which pictures it judges, and what follows, is left to `leakage`.
+first. Which pictures it judges, and what follows, is left to `profiler`.
 """
 
 from __future__ import annotations

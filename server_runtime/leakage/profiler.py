@@ -1,7 +1,7 @@
 """Leakage of a package: attacks x splits x strengths of noise, row by row, and the table that follows from the rows.
 
-Opening the package is `leakage_package`'s part, choosing images `leakage_public`'s, figures `leakage_metrics`', curves
-and thresholds `leakage_curve`'s.
+Opening the package is `package`'s part, choosing images `public`'s, figures `metrics`', curves
+and thresholds `curve`'s.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from contract.errors import UsageError
 from contract.keyed_noise import derive_key
 from contract.tokens import SentRule
 
-from . import attacks
-from .attacks import Effort, Known, Pairs, Seen
-from .attacks._release import STATISTICS_IMAGES, Law, Release
-from .backend_folder import BackendFolder, TrainingFolder
-from .leakage_classifier import count_right, planned_steps, train_classifier
-from .leakage_curve import (
+from .. import attacks
+from ..attacks import Effort, Known, Pairs, Seen
+from ..attacks._release import STATISTICS_IMAGES, Law, Release
+from ..backend_folder import BackendFolder, TrainingFolder
+from .classifier import count_right, planned_steps, train_classifier
+from .curve import (
     ALLOWED_ABOVE_CHANCE,
     Judged,
     find_threshold,
@@ -35,10 +35,10 @@ from .leakage_curve import (
     non_increasing,
     upper_bound,
 )
-from .leakage_metrics import Perceptual, measure
-from .leakage_package import Package, Runner, Split, client_of, release
-from .leakage_public import LEAST_IMAGES, Pictures, Progress, Public
-from .leakage_table import Attacked, Baselines, Enough, Point, Row, Settings, Table, Threshold, strongest
+from .metrics import Perceptual, measure
+from .package import Package, Runner, Split, client_of, release
+from .public import LEAST_IMAGES, Pictures, Progress, Public
+from .table import Attacked, Baselines, Enough, Point, Row, Settings, Table, Threshold, strongest
 
 TOKENS_BYTES = 2 << 30  # of all that the attacker learns from at one split
 FRONTENDS = 2  # weight noises that the attacker draws to learn from
