@@ -41,7 +41,7 @@ IMAGES = "images"
 def main() -> None:
     folder = Path(sys.argv[1])
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    stages = Stages(probe().meter, time.perf_counter)
+    stages = Stages(probe().meter, time.monotonic)
     run = {"sa": adapt, "lp": probe_linearly}.get(facts["method"], train)
     figures = run(folder, facts, stages)
     time.sleep(stages.settle_s)  # a meter tells of the end a while after it
