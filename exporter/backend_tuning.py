@@ -179,17 +179,19 @@ def _extract(
 
 
 def _extract_union(bench: Bench, session: onnxruntime.InferenceSession, name: str) -> NDArray[np.float16]:
-    """Tokens (2 n, T, d) of the tuning images and, behind them, of their Hilbert transforms."""
+    """Tokens (2 n, T, d) of the tuning images and, behind them, of their Hilbert transforms; or (n, T, d) without."""
     layout, indices, size = bench.facts.layout, bench.parts.tuning, bench.limits.batch
+    transforms = indices if bench.public.hilbert else indices[:0]
 
     def batches() -> Iterator[NDArray[np.float32]]:
         yield from bench.public.batches(indices, size)
-        for start in range(0, len(indices), size):
-            pixels = transformed_pixels(bench.public.pixels(indices[start : start + size]))
+        for start in range(0, len(transforms), size):
+            pixels = transformed_pixels(bench.public.pixels(transforms[start : start + size]))
             yield normalise(pixels, bench.public.rule)
 
-    path = bench.scratch / f"tokens {name} {2 * len(indices)}.npy"
-    return extract(session, batches(), (2 * len(indices), layout.count, layout.dim), path, f"Tokens, {name}")
+    count = len(indices) + len(transforms)
+    path = bench.scratch / f"tokens {name} {count}.npy"
+    return extract(session, batches(), (count, layout.count, layout.dim), path, f"Tokens, {name}")
 
 
 def _tuning_tokens(bench: Bench, plain: NDArray[np.float16], rng: np.random.Generator) -> TokenSet:

@@ -139,7 +139,7 @@ def _name(model: str, k: int) -> str:
 
 def _public_set(plan: ExportPlan, rule: ImageRule, limits: Limits, rng: np.random.Generator) -> PublicSet:
     if plan.calibration is not None:
-        public = open_folder(Path(plan.calibration), rule)
+        public = open_folder(Path(plan.calibration), rule, not plan.no_hilbert)
         say(f"public set: {len(public)} images, {len(public.folder.classes)} classes")
         if plan.tune != "none" and (public.labels is None or len(public.folder.classes) < 2):
             raise UsageError(
@@ -155,7 +155,7 @@ def _public_set(plan: ExportPlan, rule: ImageRule, limits: Limits, rng: np.rando
     if plan.tune != "none":
         raise UsageError("tuning the backend needs labelled public images", "add --calibration DIR, or use --tune none")
     say(f"warning: no --calibration: measuring on {limits.synthetic_images} synthetic pictures, good for trials only")
-    return draw_synthetic(limits.synthetic_images, rule, rng)
+    return replace(draw_synthetic(limits.synthetic_images, rule, rng), hilbert=not plan.no_hilbert)
 
 
 def _prepare(

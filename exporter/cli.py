@@ -72,6 +72,8 @@ FIELDS = (
     Field("name", str, None, "name of the package; default: model and split"),
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
     Field("seed", int, 0, "seed of everything random"),
+    Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
+    Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
@@ -259,7 +261,7 @@ def _export(plan: ExportPlan):
     )
     if plan.training is not None:
         return export_training(plan, surroundings)
-    return export(plan, surroundings, Limits(), settings_for(plan.tune), FewShotSettings())
+    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:

@@ -141,6 +141,8 @@ class ExportPlan:
     sent_patches: Kept = "all"  # which patch tokens devices send
     prefix_noise: float = 1.0  # share of the patches' noise that prefix tokens get
     masked: bool = False  # the frontend takes the patches to run as a second input
+    no_hilbert: bool = False  # leave the Hilbert transforms out of the public set (SA's ablation "w/o HT")
+    tuning_subsets: int = 3  # M; 0: the sent frontend alone
 
     def __post_init__(self) -> None:
         known = ", ".join(QUANTIZERS)
@@ -157,6 +159,7 @@ class ExportPlan:
         _require(0.0 <= self.prefix_noise <= 1.0, f"prefix-noise must lie in 0..1, found {self.prefix_noise}")
         _require(self.version is None or self.version >= 1, f"version must be 1 or more, found {self.version}")
         _require(self.limit_tuning >= 1, f"limit-tuning must be 1 or more, found {self.limit_tuning}")
+        _require(self.tuning_subsets >= 0, f"tuning-subsets must be 0 or more, found {self.tuning_subsets}")
         if self.training is not None and self.int8:
             raise UsageError(
                 f"--int8 is for frontends; {self.training.strategy} trains its part in float32", "leave out --int8"

@@ -28,6 +28,7 @@ class PublicSet:
     rule: ImageRule
     folder: Folder | None
     drawn: Pixels | None  # (n, h, w, 3)
+    hilbert: bool = True  # whether the Hilbert transforms of its images belong to it (SA's D_u)
 
     def __len__(self) -> int:
         return len(self.folder.images) if self.folder is not None else len(self.drawn)
@@ -64,9 +65,9 @@ class PublicSet:
         return digest.hexdigest()
 
 
-def open_folder(root: Path, rule: ImageRule) -> PublicSet:
+def open_folder(root: Path, rule: ImageRule, hilbert: bool = True) -> PublicSet:
     """Raises DataError when the folder is missing or holds no image."""
-    return PublicSet(rule, scan(root, None), None)
+    return PublicSet(rule, scan(root, None), None, hilbert)
 
 
 def draw_synthetic(count: int, rule: ImageRule, rng: np.random.Generator) -> PublicSet:

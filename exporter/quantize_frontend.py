@@ -119,13 +119,13 @@ def quantized(model: ModelProto, prepared: Prepared, scales: Mapping[str, Chosen
 
 
 def calibration_batches(public: PublicSet, indices: NDArray[np.int64], size: int) -> Iterator[NDArray[np.float32]]:
-    """Normalised images (B, 3, h, w), B <= size: every second one Hilbert-transformed (SA 1.1 step 2).
+    """Normalised images (B, 3, h, w), B <= size: every second one Hilbert-transformed (SA 1.1 step 2), if any is.
 
     A frontend meets other pictures at a site than the public ones; ranges from both kinds hold for more of them.
     """
     for start in range(0, len(indices), size):
         pixels = public.pixels(indices[start : start + size])
         odd = (start + np.arange(len(pixels))) % 2 == 1
-        if odd.any():
+        if public.hilbert and odd.any():
             pixels[odd] = transformed_pixels(pixels[odd])
         yield normalise(pixels, public.rule)

@@ -14,7 +14,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,9 +42,9 @@ class TuneSettings:
 PUBLISHED = TuneSettings(epochs=1, lr=1e-5, published=True)
 
 
-def settings_for(tune: str) -> TuneSettings:
-    """The settings that a value of --tune stands for."""
-    return PUBLISHED if tune == "paper" else TuneSettings()
+def settings_for(tune: str, subsets: int = TuneSettings.subsets) -> TuneSettings:
+    """The settings that a value of --tune stands for, with M = `subsets`."""
+    return replace(PUBLISHED if tune == "paper" else TuneSettings(), subsets=subsets)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,9 @@ def mixed(plain: Tensor, other: Tensor, share: Tensor) -> Tensor:
 
 
 def disjoint_subsets(count: int, parts: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """All numbers below `count`, dealt out at random to `parts` subsets of equal size (to one)."""
+    """All numbers below `count`, dealt out at random to `parts` subsets of equal size (to one); none for no part."""
+    if parts == 0:
+        return []
     return [np.sort(part) for part in np.array_split(rng.permutation(count), parts)]
 
 

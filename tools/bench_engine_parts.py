@@ -138,7 +138,7 @@ def publish(case: Case, output: Path, masked: bool) -> None:
     )  # fmt: skip
     around = Surroundings(generate(), lambda: datetime.now(timezone.utc), torch.get_num_threads(), "cpu")
     limits = Limits(synthetic_images=SYNTHETIC_IMAGES, compared_images=2, golden_images=1)
-    export(plan, around, limits, settings_for(plan.tune), FewShotSettings())
+    export(plan, around, limits, settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
 
 
 def write_products(folder: Path, which: str, shape: tuple[int, int, int]) -> None:

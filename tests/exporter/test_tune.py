@@ -184,8 +184,12 @@ def test_three_subsets_are_disjoint_and_together_the_set() -> None:
     assert sorted(np.concatenate(subsets).tolist()) == list(range(11))
 
 
+def test_no_subset_is_none_at_all() -> None:
+    assert disjoint_subsets(10, 0, np.random.default_rng(0)) == []
+
+
 def test_the_published_form_is_one_epoch_of_adam_at_1e_5_over_three_subsets() -> None:
-    assert settings_for("paper") is PUBLISHED
+    assert settings_for("paper") == PUBLISHED and settings_for("paper", 0).subsets == 0
     assert (PUBLISHED.epochs, PUBLISHED.lr, PUBLISHED.mix, PUBLISHED.subsets, PUBLISHED.batch) == (1, 1e-5, 0.75, 3, 32)
     assert not settings_for("noise-aware").published
 

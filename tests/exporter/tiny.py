@@ -77,4 +77,4 @@ def surroundings(key: PrivateKey | None = None) -> Surroundings:
 def run(output: Path, key: PrivateKey | None = None, **changes: object) -> Report:
     """Export as the command does, with small limits."""
     chosen = plan(output, **changes)
-    return export(chosen, surroundings(key), LIMITS, settings_for(chosen.tune), QUICK_TASKS)
+    return export(chosen, surroundings(key), LIMITS, settings_for(chosen.tune, chosen.tuning_subsets), QUICK_TASKS)
