@@ -102,7 +102,7 @@ class Client:
         TrainingError when the server gave up; what the worker raised.
         """
         loop = asyncio.get_running_loop()
-        self._delivery.on_change = lambda: loop.call_soon_threadsafe(self._wake.set)
+        self._delivery.on_change = lambda: wake(loop, self._wake)
         context = tls_context(self._endpoint.server, self._endpoint.ca)
         while True:
             started_s = time.monotonic()
@@ -271,6 +271,12 @@ class Client:
 
 class PeerLost(Exception):
     """The server went away, or said nothing for too long: connect again."""
+
+
+def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set the event from the worker's thread, which may still be at it when the conversation is over."""
+    with suppress(RuntimeError):  # the loop is closed: nobody is left to be woken
+        loop.call_soon_threadsafe(event.set)
 
 
 def final(outcome: Outcome) -> Outcome:

@@ -135,8 +135,11 @@ class RunDirectory:
             write_atomic(self._root / "metrics.jsonl", "".join(map(_line, left)).encode())
 
     def publish(self, site: str, state: State) -> None:
-        """Write what was trained as models/<site>/{backend,head}.safetensors, where the strategy trained it."""
-        for part in ("backend", "head"):
+        """Write what was trained as models/<site>/{backend,features,head}.safetensors, where the strategy has it.
+
+        `features` are the mean and scale by which a head's inputs are standardised: (features - mean) / scale.
+        """
+        for part in ("backend", "features", "head"):
             start = part + "."
             named = {k.removeprefix(start): tensor for k, tensor in state.tensors.items() if k.startswith(start)}
             if named:

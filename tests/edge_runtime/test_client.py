@@ -15,7 +15,7 @@ from websockets.frames import Close
 
 from contract.errors import RefusedError, RemoteProtocolError
 from edge_runtime import client as client_module
-from edge_runtime.client import CLOSED_AS_REPLACED, Client, Endpoint
+from edge_runtime.client import CLOSED_AS_REPLACED, Client, Endpoint, wake
 from edge_runtime.conduct import Conduct, Outcome
 from edge_runtime.delivery import Delivery
 from edge_runtime.reconnect import Backoff
@@ -145,6 +145,14 @@ def test_a_name_that_two_programs_fight_for_is_given_up_although_each_gets_on(cl
     with pytest.raises(RefusedError, match="its sessions replaced ours 3 times"):
         script.play(*[(get_on, REPLACED)] * 5)
     assert script.made == 3
+
+
+def test_a_worker_that_outlives_the_conversation_wakes_nobody() -> None:
+    loop, event = asyncio.new_event_loop(), asyncio.Event()
+    wake(loop, event)
+    loop.run_until_complete(asyncio.wait_for(event.wait(), 5.0))
+    loop.close()
+    wake(loop, asyncio.Event())
 
 
 def test_replacements_are_counted_in_a_row(clock: Clock) -> None:

@@ -101,7 +101,7 @@ def weights(root: Path) -> Mapping[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     found = {}
-    for part in ("backend", "head"):
+    for part in ("backend", "features", "head"):
         path = root / "models" / "clinic" / f"{part}.safetensors"
         found |= {f"{part}.{name}": tensor for name, tensor in load_file(path).items()} if path.exists() else {}
     return found
