@@ -11,6 +11,7 @@ import io
 import os
 import re
 import secrets
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -287,8 +288,14 @@ def draw(table: Table, output: Path | None) -> None:
     write_durably(output.resolve(), data, mode=0o644)
 
 
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM unwinds like any error, so that no copy of a package stays behind; it is a clean stop."""
+    raise SystemExit(0)
+
+
 def main() -> int:
     """Entry point of edge-profile."""
+    signal.signal(signal.SIGTERM, _leave)
     code = run_command(lambda: edge_profile(parser().parse_args(), os.environ, Path.cwd()))
     if workers_left():
         sys.stderr.flush()  # stdout was flushed by run_command
