@@ -107,6 +107,17 @@ def decode(cls: type[T], value: object, path: str = "") -> T:
     return cls(**decode_fields(cls, value, path))
 
 
+def decode_document(cls: type[T], data: bytes, max_bytes: int, kind: str) -> T:
+    """Instance of the frozen dataclass `cls` from a written document of this kind, version 1.
+
+    Raises: CanonicalError; whatever the dataclass itself raises for a value that it refuses.
+    """
+    found = from_json(data, max_bytes)
+    if not isinstance(found, dict) or (found.pop("schema_version", None), found.pop("kind", None)) != (1, kind):
+        raise CanonicalError(f"expected a document of kind {kind}, version 1")
+    return decode(cls, found)
+
+
 def decode_fields(cls: Any, value: object, path: str = "", omit: Collection[str] = ()) -> dict[str, Any]:
     """Checked constructor arguments of `cls` from its JSON-able form, all but those in `omit`.
 

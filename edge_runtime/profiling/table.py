@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from contract.canonical import CanonicalError, decode, encode, from_json
+from contract.canonical import CanonicalError, decode_document, encode
 from contract.errors import ConfigError, UsageError
 from edge_runtime.profiling.measuring import Plan
 from edge_runtime.profiling.rows import Estimate, Row
@@ -57,10 +57,7 @@ def read_table(path: Path) -> Table:
     """A table that edge-profile wrote. Raises: ConfigError."""
     try:
         with path.open("rb") as file:
-            found = from_json(file.read(TABLE_BYTES_MAX + 1), TABLE_BYTES_MAX)
-        if not isinstance(found, dict) or (found.pop("schema_version", None), found.pop("kind", None)) != (1, KIND):
-            raise CanonicalError(f"expected a document of kind {KIND}, version 1")
-        return decode(Table, found)
+            return decode_document(Table, file.read(TABLE_BYTES_MAX + 1), TABLE_BYTES_MAX, KIND)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "correct the path") from error
     except CanonicalError as error:

@@ -31,6 +31,11 @@ class Search:
     starts: int = 2
 
 
+def planned_steps(asked: int | None, images: int) -> int:
+    """As asked, or the search's own number."""
+    return Search().starts * (Search().steps if asked is None else asked)
+
+
 def roughness(images: Tensor) -> Tensor:
     """Mean absolute difference of neighbouring pixels of each image (n,)."""
     down, across = images.diff(dim=2).abs(), images.diff(dim=3).abs()

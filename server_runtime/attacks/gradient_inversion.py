@@ -11,10 +11,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from . import Effort, Finds, Known, Seen
-from ._matching import Search, find_images
+from ._matching import Search, find_images, planned_steps
 
 FINDS: Finds = "images"
 NEEDS = frozenset({"trained", "update"})
+__all__ = ["FINDS", "NEEDS", "build", "planned_steps"]
 
 
 class GradientInversion:
@@ -31,11 +32,6 @@ class GradientInversion:
             raise ValueError("gradient_inversion needs an update")
         one_step = replace(seen.update, steps=1, momentum=0.0)
         return find_images(self._known, one_step, self._effort, Search())
-
-
-def planned_steps(asked: int | None, images: int) -> int:
-    """As asked, or the attack's own number."""
-    return Search().starts * (Search().steps if asked is None else asked)
 
 
 def build(effort: Effort) -> GradientInversion:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import Effort, Finds, Known, Seen
-from ._matching import Search, find_images
+from ._matching import Search, find_images, planned_steps
 
 FINDS: Finds = "images"
 NEEDS = frozenset({"trained", "update"})
+__all__ = ["FINDS", "NEEDS", "build", "planned_steps"]
 
 
 class WeightDelta:
@@ -28,11 +29,6 @@ class WeightDelta:
         if seen.update is None:
             raise ValueError("weight_delta needs an update")
         return find_images(self._known, seen.update, self._effort, Search())
-
-
-def planned_steps(asked: int | None, images: int) -> int:
-    """As asked, or the attack's own number."""
-    return Search().starts * (Search().steps if asked is None else asked)
 
 
 def build(effort: Effort) -> WeightDelta:

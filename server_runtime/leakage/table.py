@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from contract.canonical import CanonicalError, decode, encode, from_json, to_json
+from contract.canonical import CanonicalError, decode, decode_document, encode, from_json, to_json
 from contract.errors import ConfigError, UsageError
 
 from ..files import write_atomic
@@ -133,10 +133,7 @@ def write_table(path: Path, table: Table) -> None:
 def read_table(path: Path) -> Table:
     """A table that leakage-profile wrote. Raises: ConfigError."""
     try:
-        found = from_json(_head(path), TABLE_BYTES_MAX)
-        if not isinstance(found, dict) or (found.pop("schema_version", None), found.pop("kind", None)) != (1, KIND):
-            raise CanonicalError(f"expected a document of kind {KIND}, version 1")
-        return decode(Table, found)
+        return decode_document(Table, _head(path), TABLE_BYTES_MAX, KIND)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "correct the path") from error
     except CanonicalError as error:
