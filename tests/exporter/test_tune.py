@@ -21,6 +21,7 @@ from exporter.few_shot import (
     default_rates,
     draw_episode,
     hold_out,
+    played,
     turned,
 )
 from exporter.statistics import PublicTokens, TokenMoments
@@ -310,6 +311,8 @@ def test_small_backends_get_more_episodes_and_large_ones_the_least() -> None:
     with torch.device("meta"):
         large = nn.Linear(10_000, 10_000)
     assert count_episodes(large, 197, settings) == settings.episodes_least
+    assert [count_episodes(module, 197, played(9)) for module in (nn.Linear(8, 8), large)] == [9, 9]
+    assert played(None) == FewShotSettings()
 
 
 @pytest.mark.parametrize("shape, turns", [((2, 3, 6, 6), 3), ((2, 3, 4, 6), 2)])
