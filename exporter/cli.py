@@ -74,7 +74,9 @@ FIELDS = (
     Field("seed", int, 0, "seed of everything random"),
     Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
     Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
-    Field("played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"),
+    Field(
+        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
+    ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
