@@ -118,12 +118,11 @@ def bench_of(place: Place, advance: Callable[[float], object]) -> Bench:
         now = watching[0]
         return lambda: tuple(f"{flag.name}: {flag.words}" for flag in now.flags())
 
-    def look(seconds: float) -> None:
-        advance(seconds)
+    def look() -> None:
         for each in watching:
             each.look()
 
-    return Bench(time.monotonic, time.sleep, lambda: snapshot(place.root).hottest_c, watch, look)
+    return Bench(time.monotonic, time.sleep, lambda: snapshot(place.root).hottest_c, watch, advance, look)
 
 
 @contextmanager
