@@ -1,7 +1,7 @@
-"""Whether the device slowed itself down: under-voltage, over-current, heat or a low clock, as its kernel and firmware say
-(PW-04).
+"""Whether the device slowed itself down: under-voltage, over-current, heat or a low clock (PW-04).
 
-A figure of energy or time from such a run is not comparable. What follows from a flag is left to the caller.
+Its kernel and firmware say so. A figure of energy or time from such a run is not comparable. What follows from a flag
+is left to the caller.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Literal
 from contract.canonical import CanonicalError, decode_document, encode
 from contract.errors import ConfigError, UsageError
 from edge_runtime.profiling.measuring import Plan
-from edge_runtime.profiling.rows import Estimate, Row
+from edge_runtime.profiling.rows import AWAY_PARTS, Estimate, Row
 
 KIND = "edge-profile"
 TABLE_BYTES_MAX = 16 << 20
@@ -104,7 +104,7 @@ def grid(table: Table) -> list[list[str]]:
     """Heads and rows of cells; unknown figures are `?`, and `remarks` say why."""
     training = table.work == "training"
     phases = [f"{phase.name} ms" for phase in table.rows[0].phases] if training and table.rows else []
-    phases += ["away ms"] if training else []
+    phases += [*(f"{name} ms" for name in AWAY_PARTS), "upload mJ", "download mJ"] if training else []
     head = [
         "split", "precision", "ms/image", *phases, "bytes/image", "mJ/image", "bound", "compute", "idle", "comm.",
         "total", "mean W", "peak W", "coverage",
@@ -160,10 +160,18 @@ def _away_remarks(row: Row) -> list[str]:
     return [f"energy while away{' unknown' if row.away.energy_j is None else ''}: {row.away.reason}"]
 
 
+def _away_cells(row: Row) -> list[str]:
+    """Times of its parts, and the joules of those that use the link."""
+    parts = {} if row.away is None else {part.name: part for part in row.away.parts}
+    times = [_figure(1e3 * parts[name].seconds) if name in parts else "?" for name in AWAY_PARTS]
+    joules = [parts[name].energy_j if name in parts else None for name in ("upload", "download")]
+    return [*times, *(_figure(None if each is None else 1e3 * each) for each in joules)]
+
+
 def _cells(row: Row, training: bool) -> list[str]:
     energy, power = row.energy, None if row.energy is None else row.energy.power
     phases = [_interval(phase.seconds, 1e3) for phase in row.phases] if training else []
-    phases += [_figure(None if row.away is None else row.away.seconds * 1e3)] if training else []
+    phases += _away_cells(row) if training else []
     return [
         f"{row.point.split}/{row.point.depth}",
         row.point.precision,

@@ -43,6 +43,9 @@ def test_a_run_of_training_tells_how_long_each_step_kept_the_device_away(package
     assert rows.keys() == {1, 2} and rows[1]["away"] is None
     away = rows[2]["away"]
     assert away["images"] == 36 and away["seconds"] > 0.0  # three epochs of twelve images
+    parts = {part["name"]: part["seconds"] for part in away["parts"]}
+    assert list(parts) == ["upload", "wait", "download"] and min(parts.values()) > 0.0
+    assert 0.95 * away["seconds"] <= sum(parts.values()) <= 1.0001 * away["seconds"]
     assert [phase["name"] for phase in rows[2]["phases"]] == ["forward", "backward", "optimiser"]
     if rows[2]["energy"] is None:  # as on any machine without a meter
         assert away["energy_j"] is None and away["reason"] and rows[2]["communication_j"] is None
