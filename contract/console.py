@@ -25,6 +25,7 @@ from contract.errors import CutlayerError, UsageError, suggest
 
 DEBUG = "CUTLAYER_DEBUG"
 LINE_INTERVAL_S = 10.0
+SHOWN_LETTERS = 40  # of a value that is wrong
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -74,6 +75,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:  # in argparse's words it is an "invalid int value"
+            kind = {int: "a whole number", float: "a number"}.get(action.type)  # type: ignore[call-overload]
+            if kind is None:
+                raise
+            shown = arg_string if len(arg_string) <= SHOWN_LETTERS else f"{arg_string[:SHOWN_LETTERS]}..."
+            raise argparse.ArgumentError(action, f"should be {kind}, found {shown!r}") from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

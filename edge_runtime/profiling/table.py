@@ -92,6 +92,11 @@ def name_of(row: Row) -> str:
     return f"{row.point.split} {'int8' if row.point.precision == 'w8a8' else row.point.precision}"
 
 
+def in_points(count: int) -> str:
+    """So many split points, for a person."""
+    return f"{count} split point{'' if count == 1 else 's'}"
+
+
 def to_text(table: Table) -> str:
     """For a person on a terminal."""
     lines = grid(table)
@@ -135,7 +140,7 @@ def remarks(table: Table) -> list[str]:
     """Why figures are unknown, and what else is to be known of them; each once."""
     said: dict[str, list[str]] = {}
     if len(table.rows) < table.planned:
-        said[f"stopped after {len(table.rows)} of {table.planned} split points"] = [""] * len(table.rows)
+        said[f"stopped after {len(table.rows)} of {in_points(table.planned)}"] = [""] * len(table.rows)
     for row in ordered(table):
         texts = [
             *([f"energy unknown: {row.energy_reason}"] if row.energy_reason and row.energy is None else []),

@@ -16,6 +16,7 @@ from pathlib import Path
 from contract.console import ArgumentParser, print_document, progress, run_command, say
 from contract.errors import CutlayerError, TrainingError, UsageError
 from contract.image_folder import scan
+from contract.output import check_output_file
 
 from .. import attacks, backend_folder
 from ..backend import choose_device
@@ -101,8 +102,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     for name in names:
         attacks.find(name)
     load_piq()
-    if flags.output.is_dir():
-        raise UsageError(f"{flags.output} is a folder, the table is a file", "give -o the name of a file")
+    check_output_file(flags.output)  # attacks may take hours
     package = read_package(flags.package)
     if min(package.image.height, package.image.width) < LEAST_PIXELS:
         raise UsageError(
