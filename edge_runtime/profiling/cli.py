@@ -20,7 +20,7 @@ import profiles
 from contract.canonical import encode
 from contract.config import REQUIRED, find_file, resolve
 from contract.console import ArgumentParser, run_command, say
-from contract.errors import ConfigError, UsageError
+from contract.errors import ConfigError, CutlayerError, UsageError
 from contract.output import check_output_file
 from contract.scratch import scratch_folder
 from contract.signature import key_id, load_public
@@ -31,10 +31,11 @@ from edge_runtime.profiling import cap as caps
 from edge_runtime.profiling.cap import CapPlan
 from edge_runtime.profiling.frontends import DRAWN, Images, Verified, frontends, verify
 from edge_runtime.profiling.measuring import Candidate, Plan
+from edge_runtime.profiling.output import draw, keep, publish
 from edge_runtime.profiling.parts import parts
 from edge_runtime.profiling.rows import BLOCKS_LEAST
 from edge_runtime.profiling.session import Place, find_cap, measure_all
-from edge_runtime.profiling.table import KIND, merge, read_table, to_document, to_text
+from edge_runtime.profiling.table import KIND, Work, merge, read_table, to_document, to_text
 from edge_runtime.threads import workers_left
 from profiles import Profile, ProfileError
 from profiles.detect import detect
@@ -111,20 +112,18 @@ def edge_profile(arguments: argparse.Namespace, environ: Mapping[str, str], dire
             publish(arguments.output, is_json, caps.KIND, encode(cap), caps.to_text(cap))
             return 0
         plan = plan_of(arguments, place.found.meter, seed)
-
-        table = measure_all(
-            candidates,
-            plan,
-            "training" if arguments.train else "frontend",
-            place,
-            lambda grown: keep(grown, arguments.output),
-        )
+        work: Work = "training" if arguments.train else "frontend"
+        table = measure_all(candidates, plan, work, place, lambda grown: keep(grown, arguments.output))
     if config is not None:
         from edge_runtime.profiling.server import join, with_away  # it loads the whole client
 
         say(f"joining a run of {config.server}")
         watts = None if model is None else f"{model.idle_w}:{model.busy_w}"
-        joined = asyncio.run(join(replace(config, power_model=watts), say))
+        try:
+            joined = asyncio.run(join(replace(config, power_model=watts), say))
+        except CutlayerError:  # what was measured before is not lost
+            publish(arguments.output, is_json, KIND, to_document(table), to_text(table))
+            raise
         table = replace(table, rows=tuple(with_away(row, joined) for row in table.rows))
     publish(arguments.output, is_json, KIND, to_document(table), to_text(table))
     return 0
@@ -154,6 +153,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--root should be a folder, {str(arguments.root)!r} is none", "correct --root")
     require_range("blocks", arguments.blocks, BLOCKS_LEAST, 1000)
     require_range("batch", arguments.batch, 1, 4096)
+    require_range("seed", arguments.seed, 0, 2**63 - 1)
     for name, lowest in (("block_s", 0.01), ("baseline_s", 0.01), ("warm_up_s", 0.01), ("cool_down_s", 0.0)):
         require_range(name, getattr(arguments, name), lowest, 86400.0)
     require_range("hold_s", arguments.hold_s, 0.01, 86400.0)
@@ -244,10 +244,8 @@ def read_images(text: str) -> Images:
     """A number, or a folder. Raises: UsageError."""
     if re.fullmatch(r"[1-9][0-9]{0,3}", text) and int(text) <= DRAWN_MOST:
         return Images(None, int(text))
-    if not Path(text).is_dir():
-        raise UsageError(
-            f"--images should be a number from 1 to {DRAWN_MOST} or a folder, found {text!r}", "correct it"
-        )
+    if not os.path.isdir(text):  # a text that is too long for a name is no folder either
+        raise UsageError(f"--images should be 1 to {DRAWN_MOST} or a folder, found {text!r}", "correct --images")
     return Images(Path(text))
 
 

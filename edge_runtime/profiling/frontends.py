@@ -97,10 +97,10 @@ def frontends(packages: Sequence[Verified], images: Images, threads: int, seed: 
     return candidates
 
 
-Work = int | tuple[Sample, ...]  # so many drawn pictures, or a folder's
+Shown = int | tuple[Sample, ...]  # so many drawn pictures, or a folder's
 
 
-def _candidate(package: Verified, engine: str, cut: Cut, work: Work, threads: int, seed: int) -> Candidate:
+def _candidate(package: Verified, engine: str, cut: Cut, shown: Shown, threads: int, seed: int) -> Candidate:
     installed, manifest = package.installed, package.installed.manifest
     sent = sent_layout(cut.tokens, cut.sent.kept)
     sources_bytes = 2 * sent.patches if manifest.retrieves_patches else 0
@@ -114,7 +114,7 @@ def _candidate(package: Verified, engine: str, cut: Cut, work: Work, threads: in
         frontend = Frontend(opened, manifest.image, cut.tokens)
         kind, kappa = noise_kind(manifest.transforms.alpha, None), manifest.transforms.kappa
         noise = FeatureNoise(cut, NoiseKeying(SECRET, installed.digest, cut.index, kind, kappa))
-        steps = _steps(frontend, work, seed)
+        steps = _steps(frontend, shown, seed)
 
         def run() -> int:
             tokens, digests = next(steps)
@@ -130,17 +130,17 @@ def _candidate(package: Verified, engine: str, cut: Cut, work: Work, threads: in
 Step = tuple[NDArray[np.float16], Sequence[bytes]]  # tokens (B, T, d), and what keys the noise of each image
 
 
-def _steps(frontend: Frontend, work: Work, seed: int) -> Iterator[Step]:
+def _steps(frontend: Frontend, shown: Shown, seed: int) -> Iterator[Step]:
     """As many images at once as the engine runs side by side, for ever."""
     at_once = frontend.engine.threads
-    if isinstance(work, int):
-        pictures = drawn_pictures(work, frontend.image.height, frontend.image.width, seed)
-        rounds = cycle(range(work))
+    if isinstance(shown, int):
+        pictures = drawn_pictures(shown, frontend.image.height, frontend.image.width, seed)
+        rounds = cycle(range(shown))
         while True:
             rows = list(islice(rounds, at_once))
             tokens = frontend.engine.run(normalise(pictures[rows], frontend.image)).astype(np.float16)
             yield tokens, [row.to_bytes(32, "big") for row in rows]
-    samples = cycle(work)
+    samples = cycle(shown)
     while True:
         batch = list(islice(samples, at_once))
         yield frontend.tokens(batch), [sample.pixel_digest for sample in batch]

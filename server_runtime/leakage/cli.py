@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,16 +75,22 @@ def _parser() -> ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
+    value = _whole(text)
+    if value is None or value < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
     return value
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
+    value = _whole(text)
+    if value is None:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
-    return int(text)
+    return value
+
+
+def _whole(text: str) -> int | None:
+    """None: it is none, or more than anything here can be."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def _strengths(text: str) -> tuple[float, ...]:
