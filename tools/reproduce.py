@@ -25,10 +25,10 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError, suggest
-from contract.output import open_output
 from edge_runtime.engines import engine_names
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from tools.output import open_output
 from tools.reproduce_baselines import QUICK_BUDGET
 from tools.reproduce_cells import PACKAGES, STUDIES, Asked, Cell, cells_of, missing_reason, share_of
 from tools.reproduce_rows import Adaptation, Effort, Laboratory, Row

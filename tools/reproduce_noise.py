@@ -21,9 +21,9 @@ from torch import Tensor
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
-from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_html, to_text
+from tools.output import open_output
 from tools.reproduce import finished
 from tools.reproduce_noise_attack import Attacker, AttackRule, Pairs, Quality, images_of, patches_of, quality
 from tools.reproduce_noise_learning import (
