@@ -29,6 +29,8 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+SUGGESTED_MOST, SUGGESTED_FEW = 40, 5  # names
+
 
 class CutlayerError(Exception):
     """What went wrong (`cause`) and what the reader can do about it (`cure`); `str()` gives the cause."""
@@ -137,10 +139,16 @@ class UnreachableError(CutlayerError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Text for the end of a cause: the known name nearest to a mistyped one, or all of them, or ''."""
+    """Text for the end of a cause: the known name nearest to a mistyped one, or all of them, or ''.
+
+    Of more names than a person reads, the nearest few.
+    """
     names = sorted(known)
     folded = {each.casefold(): each for each in names}
     nearest = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if nearest:
         return f" (did you mean {folded[nearest[0]]!r}?)"
+    if len(names) > SUGGESTED_MOST:
+        few = difflib.get_close_matches(name.casefold(), folded, n=SUGGESTED_FEW, cutoff=0.0)
+        return f" (the nearest of {len(names)}: {', '.join(folded[each] for each in few)})"
     return f" (known: {', '.join(names)})" if names else ""

@@ -15,10 +15,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command, say
-from contract.errors import UsageError
+from contract.output import check_output_file
 from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
 from edge_runtime.report import Report, document, to_csv, to_table
-from edge_runtime.state import write_durably
+from edge_runtime.state import write_output
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
@@ -66,23 +66,14 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if arguments.show_config:
         print(resolved.show())
         return 0
-    check_output(arguments.output)
+    if arguments.output is not None:
+        check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
-
-
-def check_output(output: Path | None) -> None:
-    """Before the run, which may take hours. Raises: UsageError."""
-    if output is None:
-        return
-    if output.is_dir() or not output.name:
-        raise UsageError(f"-o should name a file for the report, {str(output)!r} is a folder", "correct -o")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent} for the report", "correct -o, or make the folder")
 
 
 def print_report(report: Report, form: str, output: Path | None) -> None:
@@ -95,10 +86,8 @@ def print_report(report: Report, form: str, output: Path | None) -> None:
             print(to_csv(report) if form == "csv" else to_table(report), end="")
     if output is None:
         sys.stdout.write(text.getvalue())
-    elif output.exists() and not output.is_file():  # a pipe or a device is written to, never replaced
-        output.write_text(text.getvalue(), encoding="utf-8")
     else:
-        write_durably(output.resolve(), text.getvalue().encode(), mode=0o644)  # a link keeps its place
+        write_output(output, text.getvalue().encode())
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from edge_runtime.conduct import FINAL_REASONS, Conduct
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
+from edge_runtime.line_marks import LineMarks
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
@@ -102,9 +103,14 @@ def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
 
 
 async def converse(
-    equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None], watch: SlowdownWatch
+    equipment: Equipment,
+    signals: StopSignals,
+    once: bool,
+    say: Callable[[str], None],
+    watch: SlowdownWatch,
+    marks: LineMarks | None = None,
 ) -> Report:
-    """The conversation with the server, and the report of it."""
+    """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
@@ -119,7 +125,7 @@ async def converse(
                 stages.end("upload")
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
-        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick)
+        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks)
         try:
             outcome = await client.run(signals.asked, once)
         finally:

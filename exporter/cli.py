@@ -21,6 +21,7 @@ from typing import Any
 from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
+from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
 from contract.tokens import KEPT
 from contract.training import HOLDS
@@ -123,6 +124,7 @@ def _run(argv: Sequence[str]) -> int:
         print(settings.show())
         return 0
     plan = make_plan(settings, arguments.force, arguments.release_whole_model)
+    check_output(Path(plan.output))
     signal.signal(signal.SIGTERM, _leave)
     report = _export(plan)
     if arguments.format == "json":

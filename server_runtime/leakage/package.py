@@ -80,7 +80,7 @@ def read_package(root: Path) -> Package:
     Raises: PackageError for a folder that is none, or is damaged; UsageError for splits that cannot be attacked.
     """
     if not (root / manifests.MANIFEST_NAME).is_file():
-        raise PackageError(f"{root} is no package: it has no {manifests.MANIFEST_NAME}", _CURE)
+        raise UsageError(f"{root} is no package: it has no {manifests.MANIFEST_NAME}", _CURE)
     data = _read(root / manifests.MANIFEST_NAME)
     manifest = manifests.from_bytes(data)
     for record in manifest.files:

@@ -163,7 +163,7 @@ def read_rows(output: Path, settings: Settings) -> tuple[Row, ...]:
     if kept.settings != settings:
         mine, its = encode(settings), encode(kept.settings)
         other = ", ".join(name for name in mine if mine[name] != its[name])
-        raise UsageError(f"{path} has rows of an earlier run with another {other}", cure)
+        raise UsageError(f"{path} has rows of an earlier run with other settings ({other})", cure)
     return kept.rows
 
 
