@@ -1,7 +1,7 @@
 """Put a document about a package into it: a higher version, signed anew, everything else as it was.
 
-Only the key that signed the package may do so, and only on files that are those its manifest lists: a new signature must
-not cover what somebody changed. Moving the folders into place is exporter.package's.
+Only the key that signed the package may do so, and only on files that are those its manifest lists: a new signature
+must not cover what somebody changed. Moving the folders into place is exporter.package's.
 """
 
 from __future__ import annotations

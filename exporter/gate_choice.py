@@ -49,7 +49,10 @@ class Energy:
 
 @dataclass(frozen=True)
 class Point:
-    """One point as measured; `accuracy` is top-1 under its noise, `refused` why an export of it would be refused."""
+    """One point as measured; `accuracy` is top-1 under its noise, `refused` why an export of it would be refused.
+
+    `unprotected` is what leaks at that cut without any noise, all patches sent; None: not measured.
+    """
 
     split: int
     precision: Literal["int8", "float32"]
@@ -57,6 +60,7 @@ class Point:
     kappa: float
     accuracy: float | None
     leakage: Figures
+    unprotected: Figures | None
     energy: Energy
     sent_bytes: int
     ms: float
@@ -159,5 +163,5 @@ def _preference(point: Point) -> tuple[object, ...]:
 
 
 def nearest(judged: Sequence[Judged]) -> Judged | None:
-    """Of points outside the limits the one with the fewest faults, then the least SSIM: what to tell who was refused."""
+    """The point with the fewest faults, then the least SSIM: what to tell who was refused."""
     return min(judged, key=lambda each: (len(each.faults), each.point.leakage.ssim), default=None)

@@ -1,5 +1,5 @@
-"""Joules of a split on a device, from a table that edge-profile wrote there; where nothing measured, from the watts of a
-profile and the time that the table measured.
+"""Joules of a split on a device, from a table that edge-profile wrote there; where no meter measured, from the watts of
+a profile and the time that the table measured.
 
 A time of this machine is no time of a device: without a table for a split its energy is unknown.
 """

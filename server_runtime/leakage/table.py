@@ -1,7 +1,7 @@
 """The table that leakage-profile writes: its file, what is kept between its rows, and how it looks to a person.
 
-What it consists of is `contract.leakage`'s, since packages carry it; figures come from `profiler`, curves and thresholds
-from `curve`.
+What it consists of is `contract.leakage`'s, since packages carry it; figures come from `profiler`, curves and
+thresholds from `curve`.
 """
 
 from __future__ import annotations
