@@ -8,7 +8,6 @@ wins is exported once more, for its own strength, and must come out as the packa
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,8 @@ import numpy as np
 from contract.canonical import CanonicalError
 from contract.console import say
 from contract.errors import ExportError, GateError, PackageError, UsageError
-from contract.leakage import LEAKAGE_NAME, Baselines, strongest
+from contract.image_folder import scan
+from contract.leakage import LEAKAGE_NAME, strongest
 from contract.leakage import from_bytes as table_from_bytes
 from contract.manifest import MANIFEST_NAME, Manifest
 from contract.manifest import from_bytes as manifest_from_bytes
@@ -32,8 +32,9 @@ from exporter.gate_choice import Energy, Point, choose, judge
 from exporter.gate_energy import energy_of, load_profile, read_energy
 from exporter.gate_plan import GatePlan, candidates
 from exporter.gate_report import GATE_NAME, Outcome, Skipped, to_document
+from exporter.gate_work import Done, workplace
 from exporter.list_splits import list_splits
-from exporter.package import next_version, previous_manifest, replace_document, staging
+from exporter.package import next_version, previous_manifest, replace_document
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
 from exporter.runtime import open_session, run_tokens
@@ -54,15 +55,6 @@ class Bench:
     tuning: TuneSettings
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One candidate's points, the table that they come from, and what its guesses without any token reach."""
-
-    points: tuple[Point, ...]
-    table: bytes
-    baselines: Baselines
-
-
 def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Outcome, Report | None]:
     """Measure every candidate, and publish the chosen one with its table; no report, and nothing written, where none is
     within the limits.
@@ -79,41 +71,50 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
     splits = list_splits(plan.model, dict(plan.model_args))
     planned = candidates(plan, bench.gate, [math.prod(each.grid) for each in splits.splits], SPATIAL_PATCHES_MAX)
     energies = _energies(plan, bench.gate, planned)
-    measured: dict[Point, _Measured] = {}
-    skipped, points = [], []
-    started_s = time.monotonic()
-    with staging(output) as staged:
-        _check_attacks(plan, bench.gate, staged.scratch)
+    public = scan(Path(plan.calibration), None).digest()
+    started_s, made = time.monotonic(), 0
+    with workplace(output, plan, bench.gate, energies, public) as work:
+        _check_attacks(plan, bench.gate, work.root)
+        found: list[Done] = []
         for number, candidate in enumerate(planned):
-            _say_begin(candidate, number, len(planned), time.monotonic() - started_s)
-            folder = staged.scratch / f"candidate {number}"
-            try:
-                found = _measure(candidate, bench, folder, energies[number])
-            except GateError as error:
-                skipped.append(Skipped(_name(candidate), error.cause))
-                say(f"{_name(candidate)}: left out, {error.cause}")
-            else:
-                points += found.points
-                measured.update(dict.fromkeys(found.points, found))
-            shutil.rmtree(folder, ignore_errors=True)
-    judged = judge(points, bench.gate.limits, bench.gate.max_energy_j)
-    chosen = choose(judged)
-    baselines = next((each.baselines for each in measured.values()), None)
-    outcome = Outcome(
-        bench.gate.limits, bench.gate.max_energy_j, bench.gate.attacks, bench.gate.steps, judged, chosen,
-        tuple(skipped), baselines, bench.surroundings.threads, round(time.monotonic() - started_s, 1),
+            done = work.read(number)
+            if done is None:
+                _say_begin(candidate, number, len(planned), time.monotonic() - started_s, made)
+                done = _measure(candidate, bench, work.folder(number), energies[number])
+                made += 1
+                work.keep(number, done)
+            found.append(done)
+        outcome = _outcome(bench, planned, found, round(time.monotonic() - started_s, 1))
+        report = None
+        if outcome.chosen is not None:
+            table = next(each.table for each in found if outcome.chosen in each.points)
+            report = _export_chosen(plan, bench, few_shot, outcome, table)
+    return outcome, report
+
+
+def _outcome(bench: Bench, planned: Sequence[ExportPlan], found: Sequence[Done], total_s: float) -> Outcome:
+    gate, points = bench.gate, [point for each in found for point in each.points]
+    judged = judge(points, gate.limits, gate.max_energy_j)
+    skipped = [Skipped(_name(plan), each.refused) for plan, each in zip(planned, found, strict=True) if each.refused]
+    baselines = next((each.baselines for each in found if each.baselines is not None), None)
+    return Outcome(
+        gate.limits, gate.max_energy_j, gate.attacks, gate.steps, judged, choose(judged), tuple(skipped), baselines,
+        bench.surroundings.threads, total_s,
     )  # fmt: skip
-    if chosen is None:
-        return outcome, None
+
+
+def _export_chosen(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings, outcome: Outcome, table: str) -> Report:
+    """The package once more, for its own strength, with its table; the outcome goes into the backend and beside."""
+    chosen, output = outcome.chosen, Path(plan.output)
     say(f"chosen: {chosen.name}; exporting it")
     document = to_document(outcome)
-    gated = Gated((chosen.kappa,), measured[chosen].table, {GATE_NAME: document})
+    gated = Gated((chosen.kappa,), table.encode(), {GATE_NAME: document})
     wanted = replace(
         plan, split=chosen.split, int8=chosen.precision == "int8", sent_patches=chosen.sent, kappa=chosen.kappa
     )
     report = export(wanted, bench.surroundings, bench.limits, bench.tuning, few_shot, gated)
     replace_document(output.with_name(f"{output.name}.{GATE_NAME}"), document)
-    return outcome, report
+    return report
 
 
 def _energies(plan: ExportPlan, gate: GatePlan, planned: Sequence[ExportPlan]) -> list[Energy]:
@@ -130,12 +131,15 @@ def _energies(plan: ExportPlan, gate: GatePlan, planned: Sequence[ExportPlan]) -
     return energies
 
 
-def _measure(plan: ExportPlan, bench: Bench, folder: Path, energy: Energy) -> _Measured:
-    """Export one candidate and have it attacked. Raises: GateError when it would not be published; as `sweep`."""
-    folder.mkdir()
+def _measure(plan: ExportPlan, bench: Bench, folder: Path, energy: Energy) -> Done:
+    """Export one candidate and have it attacked. Raises: as `sweep`."""
     front, gate = folder / "front", bench.gate
     alone = replace(plan, output=str(front), version=None)
-    report = export(alone, bench.surroundings, bench.limits, bench.tuning, None, Gated(gate.strengths))
+    try:
+        report = export(alone, bench.surroundings, bench.limits, bench.tuning, None, Gated(gate.strengths))
+    except GateError as error:
+        say(f"{_name(plan)}: left out, {error.cause}")
+        return Done((), "", None, error.cause)
     top1 = {each["kappa"]: each["top1"] for each in report.figures["top1_at"]}
     if any(top1.get(kappa) is None for kappa in gate.strengths):
         raise UsageError(
@@ -159,7 +163,7 @@ def _measure(plan: ExportPlan, bench: Bench, folder: Path, energy: Energy) -> _M
         )
         for kappa in gate.strengths
     ]  # fmt: skip
-    return _Measured(tuple(points), table, found.baselines)
+    return Done(tuple(points), table.decode(), found.baselines)
 
 
 def _refusal(plan: ExportPlan, report: Report, top1: float, limits: Limits) -> str | None:
@@ -235,6 +239,6 @@ def _name(plan: ExportPlan) -> str:
     return f"split {plan.split}, {_precision(plan)}, {plan.sent_patches} patches"
 
 
-def _say_begin(plan: ExportPlan, done: int, total: int, elapsed_s: float) -> None:
-    left = f", about {elapsed_s / done * (total - done) / 60:.0f} min left" if done else ""
-    say(f"candidate {done + 1} of {total}: {_name(plan)}{left}")
+def _say_begin(plan: ExportPlan, number: int, total: int, elapsed_s: float, made: int) -> None:
+    left = f", about {elapsed_s / made * (total - number) / 60:.0f} min left" if made else ""
+    say(f"candidate {number + 1} of {total}: {_name(plan)}{left}")

@@ -104,10 +104,23 @@ def test_one_that_passes_is_exported_with_its_table(
 
 
 def test_one_that_no_point_satisfies_is_refused_and_nothing_is_written(
-    export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--max-leakage", "ssim<0.9", "--max-leakage", "psnr<2", "--kappa", "0.25", "--int8"]
-    assert export(*GATED, *words) == 9
+    export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is stopped before it decides, and goes on: nothing is measured twice, whatever the limits are by then."""
+    words = ["--kappa", "0.25", "--int8"]
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gate, "_outcome", stop)
+        assert export(*GATED, *words, "--max-leakage", "ssim<0.2") == 130
+    assert names(tmp_path) == [".front.gate"]
+    assert "the same command goes on" in capsys.readouterr().err
+    assert export(*GATED, "--kappa", "0.5", "--int8", "--max-leakage", "ssim<0.2") == 2
+    assert "with other settings" in capsys.readouterr().err
+    assert export(*GATED, *words, "--max-leakage", "ssim<0.9", "--max-leakage", "psnr<2") == 9
     out, err = capsys.readouterr()
     assert names(tmp_path) == []
     assert "0.25" in out and " no\n" in out and "mean colour" in out and "J of ?" in out
@@ -185,11 +198,12 @@ def test_the_command_itself_attacks_a_tuned_package(
     """Nothing replaced: tuning, both attacks, the trained one for a few steps, and what the sweep promised."""
     monkeypatch.setattr(gate.subprocess, "run", COMMAND)
     words = [*MODEL, "--calibration", str(public), "-o", str(tmp_path / "front"), "--split", "auto"]
+    words += ["--sent-patches", "checkerboard"]
     words += ["--kappa", "0.5", "--max-leakage", "ssim<0.99", "--gate-steps", "20", "--format", "json"]
     assert main(words) == 0
     said = json.loads(capsys.readouterr().out)
-    swept = {(each["point"]["precision"], each["point"]["sent"]) for each in said["points"]}
-    assert swept == {(each, sent) for each in ("int8", "float32") for sent in ("all", "checkerboard", "quarter")}
+    swept = [(each["point"]["precision"], each["point"]["sent"]) for each in said["points"]]
+    assert swept == [("int8", "checkerboard"), ("float32", "checkerboard")]
     figures = said["export"]["figures"]
     assert figures["top1"]["tuned_noisy"] == said["chosen"]["accuracy"]
     rows = json.loads((tmp_path / "front" / LEAKAGE_NAME).read_bytes())["rows"]
