@@ -77,6 +77,9 @@ FIELDS = (
     Field("seed", int, 0, "seed of everything random"),
     Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
     Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
+    Field(
+        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
+    ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
@@ -299,13 +302,13 @@ def _key_alone(flag: object, file: Path | None) -> Path | None:
 
 def _export_gated(plan: ExportPlan, gate: GatePlan, form: str) -> int:
     surroundings = _surroundings(plan)
-    from exporter.few_shot import FewShotSettings
+    from exporter.few_shot import played
     from exporter.gate import Bench, sweep
     from exporter.gate_report import KIND, refusal, to_text
     from exporter.tune import settings_for
 
     bench = Bench(gate, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets))
-    outcome, report = sweep(plan, bench, FewShotSettings())
+    outcome, report = sweep(plan, bench, played(plan.played_sites))
     if form == "json":
         print_document(KIND, {**encode(outcome), "export": None if report is None else asdict(report)})
     else:
@@ -335,13 +338,13 @@ def _surroundings(plan: ExportPlan):
 def _export(plan: ExportPlan):
     surroundings = _surroundings(plan)
     from exporter.build import export
-    from exporter.few_shot import FewShotSettings
+    from exporter.few_shot import played
     from exporter.training_package import export_training
     from exporter.tune import settings_for
 
     if plan.training is not None:
         return export_training(plan, surroundings)
-    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
+    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), played(plan.played_sites))
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:
