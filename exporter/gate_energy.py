@@ -14,6 +14,7 @@ from typing import Any
 import profiles
 from contract.canonical import CanonicalError, from_json
 from contract.errors import ConfigError
+from contract.tokens import KEPT, TokenLayout, sent_layout
 from exporter.gate_choice import Energy
 
 KIND = "edge-profile"
@@ -29,6 +30,7 @@ class Seconds:
     time_s: float
     energy_j: float | None
     reason: str  # the meter, or why the joules are unknown
+    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def read_energy(path: Path, model: str) -> EnergyTable:
             if point["model"] == model:
                 joules = None if energy is None else float(energy["measured_j"]["mean"])
                 reason = str(meter["name"]) if joules is not None else str(row["energy_reason"])
-                key = int(point["split"]), _SCHEMES[point["precision"]]
-                rows[key] = Seconds(float(row["seconds_per_image"]["mean"]), joules, reason)
+                time_s, sent = float(row["seconds_per_image"]["mean"]), int(point["sent_bytes_per_image"])
+                rows[int(point["split"]), _SCHEMES[point["precision"]]] = Seconds(time_s, joules, reason, sent)
         device, name, quality = document["profile"] or "a device of no profile", meter["name"], meter["quality"]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", _CURE) from error
@@ -76,13 +78,27 @@ def load_profile(named: str) -> profiles.Profile:
         raise ConfigError(error.cause, error.cure) from error
 
 
-def energy_of(split: int, precision: str, table: EnergyTable | None, profile: profiles.Profile | None) -> Energy:
-    """The table's joules; else its seconds times the profile's busy watts; else unknown, with the reason."""
+def possible_bytes(layout: TokenLayout) -> frozenset[int]:
+    """All that one image of such tokens can send, whichever patches go and whether they are looked for elsewhere."""
+    sent = [sent_layout(layout, kept) for kept in KEPT]
+    return frozenset(each.count * each.dim + sources * each.patches for each in sent for sources in (0, 2))
+
+
+def energy_of(
+    split: int, precision: str, layout: TokenLayout, table: EnergyTable | None, profile: profiles.Profile | None
+) -> Energy:
+    """The table's joules; else its seconds times the profile's busy watts; else unknown, with the reason.
+
+    A model's name says nothing of the size of its images: a row that sends what no tokens of this `layout` can is of
+    another size, and its joules are not these.
+    """
     if table is None:
         return Energy(None, "unknown", "no table of edge-profile was given (--energy-table)")
     row = table.rows.get((split, precision))
     if row is None:
         return Energy(None, "unknown", f"{table.file} has no row of split {split} in {precision}")
+    if row.sent_bytes not in possible_bytes(layout):
+        return Energy(None, "unknown", f"{table.file} measured split {split} for images of another size")
     if row.energy_j is not None:
         kind = "modelled" if table.is_modelled else "measured"
         return Energy(row.energy_j, kind, f"{table.meter} on {table.device}, without the link ({table.file})")

@@ -27,6 +27,7 @@ from exporter.package import backend_path
 from server_runtime import backend_folder
 from server_runtime.leakage import cli as leakage_cli
 from tests.exporter import tiny
+from tests.exporter.test_gate_energy import write as write_energy_table
 
 pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extra attack")
 
@@ -159,6 +160,18 @@ def test_mistakes_are_found_before_the_work(
     assert export(*words) == 2
     assert said in capsys.readouterr().err
     assert names(tmp_path) == [] and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_a_limit_of_joules_needs_joules(
+    export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is of split 2, and this model has split 1 alone."""
+    table = str(write_energy_table(tmp_path / "table.json"))
+    words = ["--max-leakage", "ssim<0.9", "--max-energy", "1", "--energy-table", table]
+    assert export(*GATED, *words) == 2
+    shown = capsys.readouterr().err
+    assert "the energy of every candidate is unknown" in shown and "has no row of split 1" in shown
+    assert names(tmp_path) == ["table.json"]
 
 
 def test_public_images_are_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
