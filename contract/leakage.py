@@ -3,8 +3,8 @@
 A server measures it, a publisher signs it into the package, a device may choose by it. How it is measured, and how it
 looks to a person, is left to `server_runtime.leakage`.
 
-A table is of what a package sends, not of one signature: adding a document (the table itself), signing anew and
-choosing another default strength change the package digest and leave `subject_digest` as it is.
+A table is of what a package sends, not of one signature: adding a file that tells of the package (the table itself),
+signing anew and choosing another default strength change the package digest and leave `subject_digest` as it is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Literal
 from contract.canonical import CanonicalError, decode_document, encode, to_json
 from contract.errors import PackageError
 from contract.manifest import Manifest
+from contract.training import TRAINING_NAME
 
 KIND = "leakage-profile"
 LEAKAGE_NAME = "leakage.json"
-DOCUMENTS = (LEAKAGE_NAME, "decoder.onnx")  # files that tell of a package and change nothing of what it sends
 TABLE_BYTES_MAX = 64 << 20
 PACKAGED_BYTES_MAX = 4 << 20  # of a table inside a package: a small device reads it whole
 
@@ -153,15 +153,16 @@ def strongest(row: Row) -> Figures:
 
 
 def subject_digest(manifest: Manifest) -> bytes:
-    """SHA-256 (32 bytes) of all in a manifest that decides what is sent: without name, version, signer and date, the
-    label modes, the default strength (each release names its own), and the documents."""
-    value = encode(manifest, omit=("name", "version", "signer", "created", "label_modes", "classes"))
-    files, transforms = value["files"], value["transforms"]
-    assert isinstance(files, list) and isinstance(transforms, dict)  # as the dataclass says
-    run = {cut.onnx for cut in manifest.cuts}  # whatever it is called, it is no document
-    value["files"] = [file for file in files if file["name"] not in DOCUMENTS or file["name"] in run]
-    value["transforms"] = {name: each for name, each in transforms.items() if name != "kappa"}
-    return hashlib.sha256(to_json(value)).digest()
+    """SHA-256 (32 bytes) of what a package sends: its cuts, the files that they run (with parts, every file), how its
+    images are made, and the noise that is allowed; not the default strength, as each release names its own."""
+    value, runs = encode(manifest), {cut.onnx for cut in manifest.cuts}
+    if any(each.name == TRAINING_NAME for each in manifest.files):
+        runs = {each.name for each in manifest.files} - {LEAKAGE_NAME}
+    files = {each.name: each.sha256 for each in manifest.files if each.name in runs}
+    rules = manifest.transforms
+    noise = [rules.alpha, rules.kappa_max, rules.weight_noise]
+    sent = {name: value[name] for name in ("model", "family", "cuts", "image")}
+    return hashlib.sha256(to_json({**sent, "noise": noise, "files": files})).digest()
 
 
 def of_package(data: bytes, manifest: Manifest) -> Table:

@@ -40,7 +40,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
     [
         replace(MANIFEST, version=9, created="2030-01-01T00:00:00Z", signer="0" * 16),
         replace(MANIFEST, files=(*MANIFEST.files, FileRecord(LEAKAGE_NAME, 1, "1" * 64))),
-        replace(MANIFEST, files=(*MANIFEST.files, FileRecord("decoder.onnx", 1, "1" * 64))),
+        replace(MANIFEST, files=(*MANIFEST.files, OTHER_FILE)),
         replace(MANIFEST, transforms=replace(MANIFEST.transforms, kappa=0.0)),
         replace(MANIFEST, name="another-name"),
     ],
@@ -53,7 +53,6 @@ def test_a_package_that_sends_the_same_keeps_its_table(later: Manifest) -> None:
     "other",
     [
         replace(MANIFEST, files=(replace(MANIFEST.files[0], sha256="f" * 64), *MANIFEST.files[1:])),
-        replace(MANIFEST, files=(*MANIFEST.files, OTHER_FILE)),
         replace(MANIFEST, transforms=TransformRules(0.5, 0.25, 1.0, True)),
         replace(MANIFEST, cuts=(replace(MANIFEST.cuts[0], sent=SentRule("checkerboard", 1.0)),)),
         replace(MANIFEST, image=replace(MANIFEST.image, interpolation="bilinear")),
@@ -66,12 +65,11 @@ def test_a_table_of_another_package_is_refused(other: Manifest) -> None:
     assert "measure this very package" in refused.value.cure
 
 
-def test_a_frontend_that_is_named_like_a_document_is_none() -> None:
-    cut = replace(MANIFEST.cuts[0], onnx="decoder.onnx")
-    first, second = (
-        replace(MANIFEST, cuts=(cut,), files=(FileRecord("decoder.onnx", 100_000, digit * 64),)) for digit in "12"
-    )
-    assert subject_digest(first) != subject_digest(second)
+def test_of_a_package_of_parts_every_file_but_the_table_counts() -> None:
+    parts = replace(MANIFEST, cuts=(), files=(*MANIFEST.files, FileRecord("training.json", 1, "2" * 64)))
+    with_table = replace(parts, files=(*parts.files, FileRecord(LEAKAGE_NAME, 1, "1" * 64)))
+    assert subject_digest(with_table) == subject_digest(parts)
+    assert subject_digest(replace(parts, files=(*parts.files, OTHER_FILE))) != subject_digest(parts)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"kind":"edge-profile","schema_version":1}'])
