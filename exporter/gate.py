@@ -7,7 +7,6 @@ wins is exported once more, for its own strength, and must come out as the packa
 
 from __future__ import annotations
 
-import math
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from exporter.gate_energy import energy_of, load_profile, read_energy
 from exporter.gate_plan import GatePlan, candidates
 from exporter.gate_report import GATE_NAME, Outcome, Skipped, to_document
 from exporter.gate_work import Done, workplace
-from exporter.list_splits import Split, list_splits
+from exporter.list_splits import list_splits
 from exporter.package import next_version, previous_manifest, replace_document
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
@@ -69,9 +68,10 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
         )
     output = Path(plan.output)
     next_version(previous_manifest(output), plan.version, output)  # a wrong target is found before the work
-    splits = list_splits(plan.model, dict(plan.model_args))
-    planned = candidates(plan, bench.gate, [math.prod(each.grid) for each in splits.splits], SPATIAL_PATCHES_MAX)
-    energies = _energies(plan, bench.gate, planned, splits.splits)
+    splits = list_splits(plan.model, dict(plan.model_args)).splits
+    layouts = [TokenLayout(each.prefix, each.grid, each.output_shape[1]) for each in splits]
+    planned = candidates(plan, bench.gate, layouts, SPATIAL_PATCHES_MAX)
+    energies = _energies(plan, bench.gate, planned, layouts)
     public = scan(Path(plan.calibration), None).digest()
     started_s, made = time.monotonic(), 0
     with workplace(output, plan, bench.gate, energies, public) as work:
@@ -118,12 +118,13 @@ def _export_chosen(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings, ou
     return report
 
 
-def _energies(plan: ExportPlan, gate: GatePlan, planned: Sequence[ExportPlan], splits: Sequence[Split]) -> list[Energy]:
+def _energies(
+    plan: ExportPlan, gate: GatePlan, planned: Sequence[ExportPlan], layouts: Sequence[TokenLayout]
+) -> list[Energy]:
     """Of each candidate. Raises: UsageError when a limit of joules is asked for and all are unknown."""
     table = None if gate.energy_table is None else read_energy(Path(gate.energy_table), plan.model)
     profile = None if gate.profile is None else load_profile(gate.profile)
-    layouts = {each.index: TokenLayout(each.prefix, each.grid, each.output_shape[1]) for each in splits}
-    energies = [energy_of(each.split, _precision(each), layouts[each.split], table, profile) for each in planned]
+    energies = [energy_of(each.split, _precision(each), layouts[each.split - 1], table, profile) for each in planned]
     if gate.max_energy_j is not None and all(each.joules is None for each in energies):
         raise UsageError(
             f"--max-energy {gate.max_energy_j:g} was given, and the energy of every candidate is unknown: "

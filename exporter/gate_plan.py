@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from contract.errors import UsageError
-from contract.tokens import KEPT, Kept
+from contract.tokens import KEPT, Kept, TokenLayout
 from exporter.gate_choice import Limit
 from exporter.plan import ExportPlan
 
@@ -66,15 +66,15 @@ def sent_of(plan: ExportPlan, is_fixed: bool) -> tuple[Kept, ...]:
     return (plan.sent_patches,) if is_fixed else KEPT
 
 
-def candidates(plan: ExportPlan, gate: GatePlan, patches: Sequence[int], patches_most: int) -> list[ExportPlan]:
+def candidates(plan: ExportPlan, gate: GatePlan, layouts: Sequence[TokenLayout], patches_most: int) -> list[ExportPlan]:
     """One export for each cut, precision and choice of patches; all strengths of one are measured on it.
 
-    `patches` counts the patch tokens at every cut of the model; where there are more than `patches_most`, nothing can
-    fill in those that are not sent, and a sweep leaves that out.
+    `layouts` are the tokens at every cut of the model. Where a sweep would leave out patches that nothing can fill in
+    (more than `patches_most`, or no class token to tell of them), it does not.
 
     Raises: UsageError for a cut that the model does not have.
     """
-    depth = len(patches) + 1
+    depth = len(layouts) + 1
     cuts = gate.cuts or tuple(range(1, depth))
     beyond = [cut for cut in cuts if cut >= depth]
     if beyond:
@@ -86,5 +86,9 @@ def candidates(plan: ExportPlan, gate: GatePlan, patches: Sequence[int], patches
         for cut in cuts
         for int8 in gate.precisions
         for sent in gate.sent
-        if sent == "all" or len(gate.sent) == 1 or patches[cut - 1] <= patches_most
+        if len(gate.sent) == 1 or _can_send(layouts[cut - 1], sent, patches_most)
     ]
+
+
+def _can_send(layout: TokenLayout, sent: Kept, patches_most: int) -> bool:
+    return sent == "all" or (layout.patches <= patches_most and (sent != "none" or layout.prefix > 0))

@@ -20,6 +20,7 @@ import pytest
 from contract.errors import UsageError
 from contract.leakage import LEAKAGE_NAME, of_package
 from contract.manifest import from_bytes
+from contract.tokens import KEPT, TokenLayout
 from exporter import gate
 from exporter.cli import main
 from exporter.gate_plan import GatePlan, candidates, sent_of, strengths_of
@@ -185,7 +186,7 @@ def plan_of(**changes: object) -> GatePlan:
     values = {
         "limits": read_limits(["ssim<0.5"]), "max_energy_j": None, "energy_table": None, "profile": None,
         "attacks": ("ridge",), "steps": None, "images": None, "cuts": (), "precisions": (True, False),
-        "sent": ("all", "checkerboard", "quarter"), "strengths": (0.0, 1.0), **changes,
+        "sent": KEPT, "strengths": (0.0, 1.0), **changes,
     }  # fmt: skip
     return GatePlan(**values)
 
@@ -193,15 +194,22 @@ def plan_of(**changes: object) -> GatePlan:
 def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
     plan = tiny.plan(Path("front"), kappa=0.3, kappa_max=0.7)
     assert strengths_of(plan, False) == (0.0, 0.25, 0.5, 0.7) and strengths_of(plan, True) == (0.3,)
-    assert sent_of(plan, True) == ("all",) and len(sent_of(plan, False)) == 3
-    found = candidates(plan, plan_of(), [16, 16, 1], 4)
-    shown = {(each.split, each.int8, each.sent_patches) for each in found}
-    assert len(shown) == len(found) == 2 * (1 + 1 + 3)  # too many patches at the first two to fill in any
+    assert sent_of(plan, True) == ("all",) and sent_of(plan, False) == KEPT
+    layouts = [TokenLayout(1, (4, 4), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
+    found = candidates(plan, plan_of(), layouts, 4)
+    shown = [(each.split, each.int8, each.sent_patches) for each in found]
+    every = ("all", "checkerboard", "quarter", "none")
+    assert shown == [
+        (cut, int8, sent)
+        for cut, rules in ((1, every[:1]), (2, every), (3, every[:3]))  # too many patches; all; no class token
+        for int8 in (True, False)
+        for sent in rules
+    ]
     assert {each.kappa for each in found} == {0.0}
-    fixed = candidates(plan, plan_of(cuts=(2,), sent=("quarter",), precisions=(True,)), [16, 16, 1], 4)
-    assert [(each.split, each.sent_patches) for each in fixed] == [(2, "quarter")]
+    fixed = candidates(plan, plan_of(cuts=(1,), sent=("quarter",), precisions=(True,)), layouts, 4)
+    assert [(each.split, each.sent_patches) for each in fixed] == [(1, "quarter")]
     with pytest.raises(UsageError, match="cut 4 leaves nothing"):
-        candidates(plan, plan_of(cuts=(4,)), [16, 16, 1], 4)
+        candidates(plan, plan_of(cuts=(4,)), layouts, 4)
 
 
 @pytest.mark.slow
