@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.errors import ManifestError
 from contract.images import ALPHA_RULES, CROP_MODES, INTERPOLATIONS, ImageRule
-from contract.tokens import KEPT, SentRule, Statistics, TokenLayout
+from contract.tokens import KEPT, SentRule, Statistics, TokenLayout, sent_layout
 
 FORMAT: Literal["cutlayer-package/1"] = "cutlayer-package/1"
 MANIFEST_NAME = "manifest.json"
@@ -166,6 +166,11 @@ class Manifest:
     def retrieves_patches(self) -> bool:
         """Whether patch retrieval applies. In families with merged or convolved tokens it does not (SA 1.1, Swin)."""
         return self.family in _PATCH_FAMILIES
+
+    def sent_bytes(self, cut: Cut) -> int:
+        """Of one image's upload: one for each value of the tokens, two for where each patch was found again."""
+        sent = sent_layout(cut.tokens, cut.sent.kept)
+        return sent.count * sent.dim + (2 * sent.patches if self.retrieves_patches else 0)
 
 
 def to_bytes(manifest: Manifest) -> bytes:

@@ -35,6 +35,9 @@ def figures_of(bench: Bench, prepared: PreparedBackend, frontend_s: float, total
         "forced": bench.file.forced,
         "float32_differences": list(bench.file.differences),
         "top1": asdict(prepared.accuracies),
+        "top1_at": [
+            {"kappa": kappa, "top1": top1} for kappa, top1 in zip(bench.strengths, prepared.by_strength, strict=False)
+        ],
         "server_head": prepared.head_origin,
         "backend_lr": prepared.rates.backend_lr,
         "head_lr": prepared.rates.head_lr,

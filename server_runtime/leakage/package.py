@@ -27,6 +27,7 @@ from contract import training as trainings
 from contract.errors import EngineError, PackageError, UsageError
 from contract.images import ImageRule, normalise
 from contract.keyed_noise import derive_key, laplace, noise_key
+from contract.leakage import subject_digest
 from contract.manifest import Cut, Manifest
 from contract.onnx_weights import noised_onnx
 from contract.tokens import SentRule, TokenLayout, add_noise, dequantize, keep_tokens, quantize
@@ -59,7 +60,7 @@ class Package:
 
     root: Path
     manifest: Manifest
-    digest: bytes
+    digest: bytes  # of what it sends: a table is of that, whatever is added to the package later
     splits: tuple[Split, ...]
 
     @property
@@ -100,7 +101,7 @@ def read_package(root: Path) -> Package:
             f"{root} sends no features: devices train its whole model",
             "give a package of a frontend or of parts; what updates leak is measured by the attacks on updates",
         )
-    return Package(root, manifest, manifests.digest(data), tuple(splits))
+    return Package(root, manifest, subject_digest(manifest), tuple(splits))
 
 
 def _read(path: Path) -> bytes:
@@ -221,7 +222,7 @@ def client_of(package: Package, split: Split, folder: BackendFolder | TrainingFo
 
     Raises: PackageError when the folder belongs to another package or lacks the weights.
     """
-    if folder.package_digest != package.digest.hex():
+    if subject_digest(folder.manifest) != package.digest:
         raise PackageError(
             f"{folder.root} belongs to another package than {package.root}", "give the .backend folder of this package"
         )
