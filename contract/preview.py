@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 CODES_NAME, PICTURE_NAME = "codes", "picture"  # ends of the graph: (1, S, d) int8 -> (1, 3, h, w) float32 in [0, 1]
 PSNR_MAX_DB = 100.0  # of equal pictures
+RECORDS_NAME = "decoders.json"  # see `Decoders`
 
 _WINDOW, _SIGMA = 11, 1.5  # SSIM's Gaussian window, pixels (Wang et al. 2004)
 _C1, _C2 = 0.01**2, 0.03**2
@@ -46,6 +47,13 @@ class Decoder:
     ridge_psnr_db: float
     colour_psnr_db: float
     colour_ssim: float
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """What whoever trains decoders tells whoever signs the package, as JSON beside their files."""
+
+    decoders: tuple[Decoder, ...]
 
 
 def psnr_db(true: Picture, found: Picture) -> float:
