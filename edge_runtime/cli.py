@@ -16,12 +16,21 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
-from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
+from edge_runtime.config import (
+    FIELDS,
+    LABEL_MODES,
+    NOISE_MODES,
+    PreviewConfig,
+    device_config,
+    preview_config,
+    resolve_config,
+)
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_durably
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
+PREVIEW_NEEDS = ("engine", "trust", "state")
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
 EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edge.toml or cutlayer.toml [device]."
 
@@ -39,15 +48,28 @@ def parser() -> ArgumentParser:
             metavar=None if field.name in CHOICES else field.name.upper(),
             help=field.help,
         )
-    commands.add_argument(
+    purposes = commands.add_mutually_exclusive_group()
+    purposes.add_argument(
         "--infer", action="store_true", help="predict the classes of the images instead of adapting to them"
+    )
+    purposes.add_argument(
+        "--preview",
+        type=Path,
+        nargs="+",
+        metavar="IMAGE",
+        help="show what an attacker would get of these images with this device's settings, in the folder -o "
+        "(default: preview); nothing is sent. Needs --engine, --trust and --state",
     )
     commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
     commands.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
     commands.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the report to FILE instead of stdout"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the report to FILE instead of stdout; with --preview a folder",
     )
     commands.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration file instead of ./edge.toml or ./cutlayer.toml"
@@ -61,17 +83,34 @@ def parser() -> ArgumentParser:
 def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
-    resolved = resolve_config(flags, environ, arguments.config, directory)
-    config = device_config(resolved.values)
+    needed = PREVIEW_NEEDS if arguments.preview else None
+    resolved = resolve_config(flags, environ, arguments.config, directory, needed)
+    config = preview_config(resolved.values) if arguments.preview else device_config(resolved.values)
     if arguments.show_config:
         print(resolved.show())
         return 0
+    if isinstance(config, PreviewConfig):
+        return show_preview(config, arguments)
     check_output(arguments.output)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
+    """Previews of some images, and what they show on stdout. Raises: CutlayerError."""
+    if arguments.format == "csv":
+        raise UsageError("previews are told as a table or as json", "use --format json")
+    from edge_runtime.preview import cli as previews  # see below
+
+    shown = previews.preview(config, arguments.preview, arguments.output or Path("preview"), say)
+    if arguments.format == "json":
+        print_document("edge-run-preview", previews.document(shown))
+    else:
+        print(previews.in_words(shown))
     return 0
 
 

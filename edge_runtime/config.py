@@ -5,8 +5,8 @@ Where each value comes from is settled by contract.config; the signed manifest h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -72,27 +72,63 @@ class DeviceConfig:
     power_model: str | None = None
 
 
+@dataclass(frozen=True)
+class PreviewConfig:
+    """The settings that a preview depends on."""
+
+    engine: str
+    trust: Path
+    state: Path
+    noise: str
+    alpha: float | None
+    kappa_floor: float | None
+    threads: int
+
+
 def resolve_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None, directory: Path
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None,
+    directory: Path,
+    needed: Collection[str] | None = None,
 ) -> Resolved:
     """Settle every setting; `file` is --config, `directory` where edge.toml or cutlayer.toml is looked for.
 
+    `needed` are those that a command cannot do without, where these are fewer than a run's.
     Raises: ConfigError.
     """
-    return resolve(SECTION, FIELDS, flags, environ, find_file(file, directory, FILES))
+    known: tuple[Field, ...] = FIELDS
+    if needed is not None:
+        known = tuple(
+            replace(field, default=None) if field.default is REQUIRED and field.name not in needed else field
+            for field in FIELDS
+        )
+    return resolve(SECTION, known, flags, environ, find_file(file, directory, FILES))
 
 
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**values)
     require_choice("label_mode", config.label_mode, LABEL_MODES)
+    require_range("max_releases", config.max_releases, 1, 1_000_000)
+    check_protection(config)
+    check_server(config.server)
+    return config
+
+
+def preview_config(values: Mapping[str, Any]) -> PreviewConfig:
+    """The checked settings of a preview, out of all. Raises: ConfigError naming the setting."""
+    config = PreviewConfig(**{field.name: values[field.name] for field in fields(PreviewConfig)})
+    check_protection(config)
+    return config
+
+
+def check_protection(config: DeviceConfig | PreviewConfig) -> None:
+    """Raises: ConfigError naming the setting."""
     require_choice("noise", config.noise, NOISE_MODES)
     require_range("alpha", config.alpha, 0.0, 1.0)
     require_range("kappa_floor", config.kappa_floor, 0.0, 1000.0)
-    require_range("max_releases", config.max_releases, 1, 1_000_000)
     require_range("threads", config.threads, 0, 1024)
-    check_server(config.server)
-    return config
 
 
 def check_server(server: str) -> None:

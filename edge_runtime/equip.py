@@ -159,7 +159,7 @@ def equip_state(
             installed, plan, terms, dataset, wire_labels, secret, threads, state, stages, around, say
         )
     else:
-        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
+        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state.engines, say)
         check_stop(stop)
         facts = engine_facts(engine, installed)
         if facts.int8_lost:
@@ -267,10 +267,11 @@ def open_noised(
     alpha: float,
     secret: bytes,
     threads: int,
-    state: State,
+    engines: Path,
     say: Callable[[str], None],
 ) -> tuple[Engine, float]:
-    """The engine on this device's own weights, and the share of weight codes that the noise changed.
+    """The engine on this device's own weights, which lie in the folder `engines`, and the share of weight codes that
+    the noise changed.
 
     Raises: ConfigError when the package has no weights that noise can act on; EngineError.
     """
@@ -283,7 +284,7 @@ def open_noised(
                 "set alpha = 0, or export the package with --int8",
             )
         path, noise = noise_frontend(
-            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), state.engines, say
+            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), engines, say
         )
         changed_share = noise.changed_share
     return open_engine(engine, path, threads), changed_share
