@@ -91,7 +91,7 @@ def make_pairs(
         digest = pixel_digest(pixels)
         tokens = frontend.tokens([Sample(path, str(path), wire_id(secret, digest), digest, None)])[0]
         codes, _ = noise.release(tokens.astype("float32"), digest)
-        yield make_pair(path.name, resize(pixels, rule), codes, decode)
+        yield make_pair(str(path), resize(pixels, rule), codes, decode)
 
 
 def device_secret(state: Path) -> bytes:

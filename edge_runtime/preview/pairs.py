@@ -21,7 +21,9 @@ from contract.tokens import kept_patches
 Pixels = NDArray[np.uint8]
 Decode = Callable[[NDArray[np.int8]], NDArray[np.float32]]  # codes (S, d) -> picture (h, w, 3) in [0, 1]
 
-LONGER = "an attacker who trains longer gets more; see docs/threat_model.md"
+LONGER = (
+    "an attacker who trains longer gets more, and so does one with pictures more like yours; see docs/threat_model.md"
+)
 # By SSIM: the threat model's aim is at most 0.25; the other bounds are a rough reading, no law.
 WORDS = (
     (0.9, "almost the picture itself"),
