@@ -34,6 +34,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture
 def config(tmp_path: Path, package: Package) -> DeviceConfig:
     write_pictures(tmp_path / "images" / "a")
+    secret = tmp_path / "state" / "identity" / "device_secret"
+    secret.parent.mkdir(parents=True)
+    secret.write_bytes(bytes(range(32)))  # always the same draw
     return write_device(tmp_path, package, tmp_path / "images")
 
 
@@ -59,7 +62,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_preview_is_what_a_server_computes_from_the_upload(
     tmp_path: Path, package: Package, config: DeviceConfig
 ) -> None:
-    before = shown(config, tmp_path / "out")  # makes the device's secret, as a first run does
+    before = shown(config, tmp_path / "out")
     line = collecting(Line(tmp_path, config, package))
     line.run()
     line.close()
@@ -69,7 +72,8 @@ def test_a_preview_is_what_a_server_computes_from_the_upload(
     for sample_id, codes in zip(batch.sample_ids, batch.codes, strict=True):
         pair = next(each for each in before.pairs if each.name == names[sample_id.tobytes()])
         assert np.array_equal(pair.theirs, np.rint(255 * decode(codes)).astype(np.uint8))
-        assert pair.psnr_db > pair.flat_psnr_db and pair.ssim > pair.flat_ssim
+    assert np.mean([each.ssim - each.flat_ssim for each in before.pairs]) > 0.1
+    assert np.mean([each.psnr_db - each.flat_psnr_db for each in before.pairs]) > 0.5
     after = shown(config, tmp_path / "again")
     assert contents(tmp_path / "out").keys() == contents(tmp_path / "again").keys()
     for one, two in zip(before.pictures, after.pictures, strict=True):
@@ -95,6 +99,13 @@ def test_a_preview_leaves_no_trace_in_the_state_and_waits_for_nobody(
     shown(config, tmp_path / "out", kappa_floor=2.0)  # the run beside it still holds the state's lock
     assert contents(config.state) == before
     line.close()
+
+
+def test_a_device_that_never_ran_gets_its_secret_by_the_first_preview(tmp_path: Path, config: DeviceConfig) -> None:
+    first = shown(config, tmp_path / "out", state=tmp_path / "new")
+    assert len((tmp_path / "new" / "identity" / "device_secret").read_bytes()) == 32
+    again = shown(config, tmp_path / "out", state=tmp_path / "new")
+    assert np.array_equal(first.pairs[0].theirs, again.pairs[0].theirs)
 
 
 def test_a_newer_package_that_was_only_looked_at_is_not_installed(tmp_path: Path, config: DeviceConfig) -> None:
