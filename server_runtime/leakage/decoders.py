@@ -14,19 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import Tensor, nn
 
 from contract.errors import ExportError, UsageError
 from contract.preview import CODES_NAME, PICTURE_NAME, Decoder, psnr_db, ssim
 
-from ..attacks import Effort
+from ..attacks import Effort, Seen
+from ..attacks._release import Release
 from ..attacks.inverse_net import InverseNet, Size
 from .package import Package
 from .profiler import Profiler
 from .public import Progress, Public
 
 SMALL = Size(batch=32, width=128, blocks=2, heads=4, checks=15)
+CHECKED = 4  # pictures whose graph's answer is compared with the attack's
+TOLERANCE = 0.02  # 5 of 255: a GPU draws them in bfloat16, which a CPU repeats to the last bits
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,16 @@ def train_decoders(
             colour_psnr_db=_mean(psnr_db, truth, [colour] * len(truth)),
             colour_ssim=_mean(ssim, truth, [colour] * len(truth)),
         )
-        sent = known.release.places.numel()
-        yield Trained(record, to_onnx(attack.as_module(), (sent, world.law.layout.dim), training.opset))
+        reader, codes = attack.as_module(), _codes(known.release, seen)
+        graph = to_onnx(reader, codes[:1], training.opset)
+        check_graph(graph, codes.cpu().numpy(), found[: len(codes)])
+        yield Trained(record, graph)
+
+
+def _codes(release: Release, seen: Seen) -> Tensor:
+    """What the server received of a few pictures, as codes (n, S, d) int8."""
+    assert release.steps is not None
+    return torch.round(seen.uploads[-1].received[:CHECKED] / release.steps).to(torch.int8)
 
 
 def _pictures(images: Tensor) -> np.ndarray:
@@ -97,9 +109,8 @@ def _mean(figure: Callable[..., float], true: Sequence[np.ndarray], found: Seque
     return float(np.mean([figure(a, b) for a, b in zip(true, found, strict=True)]))
 
 
-def to_onnx(decoder: nn.Module, shape: tuple[int, int], opset: int) -> bytes:
-    """The graph of one image: codes (1, S, d) int8 -> picture (1, 3, h, w) float32. Raises: ExportError."""
-    codes = torch.zeros((1, *shape), dtype=torch.int8, device=next(decoder.parameters()).device)
+def to_onnx(decoder: nn.Module, codes: Tensor, opset: int) -> bytes:
+    """The graph of one image: codes (1, S, d) int8 -> picture (1, 3, h, w) float32. Raises: ExportError, UsageError."""
     data = io.BytesIO()
     with _plain_attention(), warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript"):
         warnings.simplefilter("ignore")
@@ -117,6 +128,24 @@ def to_onnx(decoder: nn.Module, shape: tuple[int, int], opset: int) -> bytes:
                 f"torch could not write the decoder in ONNX opset {opset}: {said[:300]}", "leave --preview out"
             ) from error
     return data.getvalue()
+
+
+def check_graph(graph: bytes, codes: np.ndarray, expected: np.ndarray) -> None:
+    """Codes (n, S, d) must give the pictures (n, h, w, 3) that the attack itself drew. Raises: ExportError."""
+    try:
+        session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        found = [session.run([PICTURE_NAME], {CODES_NAME: each[None]})[0] for each in codes]
+    except Exception as error:  # onnxruntime's classes share no base but Exception
+        raise ExportError(
+            f"onnxruntime {onnxruntime.__version__} refuses the decoder: {str(error).splitlines()[0][:300]}",
+            "choose another --opset, or leave --preview out",
+        ) from error
+    error = float(np.abs(np.concatenate(found).transpose(0, 2, 3, 1) - expected).max())
+    if not error <= TOLERANCE:
+        raise ExportError(
+            f"the decoder's graph should draw what the attack drew, the largest difference is {error:.3g}",
+            "leave --preview out, and report the model",
+        )
 
 
 @contextmanager

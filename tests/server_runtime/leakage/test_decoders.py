@@ -1,0 +1,41 @@
+"""Decoders for the owner's preview: the gate on their graphs, and time that runs out. A real one: tests/exporter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from contract.errors import ExportError
+from server_runtime.attacks import Effort
+from server_runtime.attacks.inverse_net import InverseNet, Size
+from server_runtime.leakage.decoders import check_graph
+from tests.edge_runtime.onnx_bytes import linear_decoder
+from tests.server_runtime.attacks.small_world import world
+
+
+def test_a_graph_that_draws_something_else_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    weight, offset = 0.001 * rng.normal(size=(3 * 2, 3 * 4 * 4)), np.full(3 * 4 * 4, 0.5)
+    codes = rng.integers(-127, 128, (2, 3, 2), np.int8)
+    graph = linear_decoder((3, 2), weight, offset, (4, 4))
+    expected = (codes.reshape(2, -1) @ weight + offset).clip(0, 1).reshape(2, 3, 4, 4).transpose(0, 2, 3, 1)
+    check_graph(graph, codes, expected)
+    with pytest.raises(ExportError, match="largest difference is 0.1"):
+        check_graph(graph, codes, expected + 0.1)
+    with pytest.raises(ExportError, match="refuses the decoder"):
+        check_graph(graph[:-9], codes, expected)
+
+
+def test_a_decoder_whose_time_is_over_is_the_best_so_far_and_no_weaker_than_the_ridge() -> None:
+    small, asked = world(), []
+
+    def over() -> bool:
+        asked.append(1)
+        return len(asked) == 12
+
+    attack = InverseNet(Effort(500, time_is_over=over), Size(width=16, blocks=1, heads=2, batch=16))
+    attack.fit(small.known)
+    assert attack.steps == 12
+    assert attack.checks_db[0] == pytest.approx(attack.ridge.held_psnr_db, abs=1.0)
+    kept_db = max(attack.checks_db)
+    assert kept_db >= attack.checks_db[0] and len(attack.checks_db) == 2
