@@ -50,6 +50,7 @@ def linear_decoder(layout: tuple[int, int], weight: np.ndarray, offset: np.ndarr
     """codes (1, S, d) int8 -> picture (1, 3, h, w): clip(codes @ weight + offset), weight (S d, 3 h w)."""
     initializers = {
         "one": np.array(1.0, np.float32),
+        "zero": np.array(0, np.int8),  # left out, onnxruntime's own rewriting makes another product of it
         "row": np.array([1, layout[0] * layout[1]], np.int64),
         "weight": weight.astype(np.float32),
         "offset": offset.astype(np.float32),
@@ -58,7 +59,7 @@ def linear_decoder(layout: tuple[int, int], weight: np.ndarray, offset: np.ndarr
         "shape": np.array([1, 3, *size], np.int64),
     }
     nodes = [
-        node("DequantizeLinear", ["codes", "one"], "values"),
+        node("DequantizeLinear", ["codes", "one", "zero"], "values"),
         node("Reshape", ["values", "row"], "flat"),
         node("MatMul", ["flat", "weight"], "product"),
         node("Add", ["product", "offset"], "sum"),

@@ -86,14 +86,12 @@ def test_a_graph_of_another_size_is_refused(folders: Path) -> None:
         plain_graph(linear_decoder((layout.count, layout.dim), weight, np.zeros(3 * 8 * 8), (8, 8)), manifest, 1)
 
 
-def test_a_training_that_fails_leaves_no_package(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exporter.preview, "_TRAINER", "no_such_module")
-    args = tuple({**tiny.ARGS, "depth": 2}.items())
-    with pytest.raises(ExportError, match="ended with exit code 1"):
-        tiny.run(tmp_path / "front", model_args=args, split=1, calibration=str(folders / "public"), preview=True)
-    assert list(tmp_path.iterdir()) == []
+def test_a_training_that_fails_or_leaves_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny.plan(tmp_path / "front", calibration=str(tmp_path), preview=True)
+    for module, said in (("no_such_module", "ended with exit code 1"), ("this", "left no decoders.json")):
+        monkeypatch.setattr(exporter.preview, "_TRAINER", module)
+        with pytest.raises(ExportError, match=said):
+            exporter.preview._train(plan, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
