@@ -1,4 +1,4 @@
-"""Results as one self-contained HTML page: facts, tables with bars, pictures, notes. One schema for every command that reports.
+"""Results as one self-contained HTML page: facts, tables with bars, pictures, notes. One schema for all that report.
 
 What the results are, and where the page is written, is left to the callers.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tests.exporter import tiny
 from tests.make_package import draw_folder
 
 KAPPA = 0.5
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +67,38 @@ def test_the_graph_says_nothing_of_the_machine_that_made_it(folders: Path) -> No
     assert len(data) < 4 << 20
 
 
-def test_a_device_previews_its_own_pictures_with_it(folders: Path, tmp_path: Path) -> None:
-    config = PreviewConfig(
-        str(folders / "front"), folders / "publisher.pub", tmp_path / "state", "keyed", None, None, 1
-    )
+def previewed(folders: Path, tmp_path: Path) -> PreviewConfig:
+    """A device's settings, and always the same secret."""
     state = tmp_path / "state" / "identity"
     state.mkdir(parents=True)
     (state / "device_secret").write_bytes(bytes(range(32)))
+    front, publisher = str(folders / "front"), folders / "publisher.pub"
+    return PreviewConfig(front, publisher, tmp_path / "state", "keyed", None, None, 1)
+
+
+def test_a_device_previews_its_own_pictures_with_it(folders: Path, tmp_path: Path) -> None:
+    config = previewed(folders, tmp_path)
     shown = preview(config, sorted((folders / "private").iterdir()), tmp_path / "out", lambda text: None)
     assert shown.settings.kappa == KAPPA and len(shown.pairs) == 3
     assert np.mean([pair.psnr_db - pair.flat_psnr_db for pair in shown.pairs]) > 3.0
     assert np.mean([pair.ssim - pair.flat_ssim for pair in shown.pairs]) > 0.2
     assert len(list((tmp_path / "out").iterdir())) == 4
+
+
+@pytest.mark.skipif("CUTLAYER_TEST_DEVICE_PYTHONS" not in os.environ, reason="tools/test names the device's Pythons")
+def test_every_python_of_a_device_draws_the_same(folders: Path, tmp_path: Path) -> None:
+    config, picture = previewed(folders, tmp_path), folders / "private" / "0.png"
+    here = preview(config, [picture], tmp_path / "here", lambda text: None).pairs[0]
+    words = ["--engine", config.engine, "--trust", config.trust, "--state", config.state, "--preview", picture]
+    for number, python in enumerate(os.environ["CUTLAYER_TEST_DEVICE_PYTHONS"].split()):
+        code = "from edge_runtime.cli import main; raise SystemExit(main())"
+        done = subprocess.run(
+            [python, "-c", code, *map(str, words), "-o", str(tmp_path / str(number)), "--format", "json"],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (pair,) = json.loads(done.stdout)["pairs"]
+        assert pair["ssim"] == pytest.approx(here.ssim, abs=0.01) and pair["words"] == here.words
 
 
 def test_a_graph_of_another_size_is_refused(folders: Path) -> None:
