@@ -74,6 +74,9 @@ FIELDS = (
     Field("seed", int, 0, "seed of everything random"),
     Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
     Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
+    Field(
+        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
+    ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
     Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
@@ -252,7 +255,7 @@ def _export(plan: ExportPlan):
     import torch
 
     from exporter.build import Surroundings, export
-    from exporter.few_shot import FewShotSettings
+    from exporter.few_shot import played
     from exporter.training_package import export_training
     from exporter.tune import settings_for
 
@@ -264,7 +267,7 @@ def _export(plan: ExportPlan):
     )
     if plan.training is not None:
         return export_training(plan, surroundings)
-    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
+    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), played(plan.played_sites))
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:
