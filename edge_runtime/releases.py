@@ -92,7 +92,9 @@ def to_csv(found: Account) -> str:
 
 def to_table(found: Account) -> str:
     """For a person on a terminal."""
-    width = max((len(each.image) for each in found.images), default=5)
+    if not found.images:
+        return summary(found) + "\n"
+    width = max(len(each.image) for each in found.images)
     lines = [f"{'image':<{width}}  draws  copies  least kappa  patches  without noise"]
     for each in found.images:
         least = "-" if each.least_kappa is None else f"{each.least_kappa:g}"

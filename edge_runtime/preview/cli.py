@@ -146,10 +146,10 @@ def picture_paths(images: Sequence[Path], output: Path) -> tuple[Path, ...]:
     """Where each pair goes; images of one name are numbered. Raises: UsageError when `output` is a file."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o should name a folder for the previews, {str(output)!r} is a file", "correct -o")
-    paths: list[Path] = []
+    paths: dict[Path, None] = {}
     for image in images:
-        same = sum(image.stem == other.stem for other in images[: len(paths)])
-        paths.append(output / f"{image.stem}{f'-{same + 1}' if same else ''}.preview.png")
+        names = (image.stem, *(f"{image.stem}-{number}" for number in range(2, len(images) + 2)))
+        paths[next(path for name in names if (path := output / f"{name}.preview.png") not in paths)] = None
     return tuple(paths)
 
 

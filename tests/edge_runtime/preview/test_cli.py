@@ -139,9 +139,9 @@ def test_what_a_killed_preview_left_is_removed_and_one_at_work_is_let_be(tmp_pat
 
 
 def test_pictures_of_one_name_go_into_files_of_their_own(tmp_path: Path) -> None:
-    images = [Path("a/cat.png"), Path("b/cat.jpg"), Path("dog.png"), Path("c/cat.png")]
+    images = [Path("a/cat.png"), Path("b/cat.jpg"), Path("cat-2.png"), Path("c/cat.png")]
     names = [path.name for path in picture_paths(images, tmp_path)]
-    assert names == ["cat.preview.png", "cat-2.preview.png", "dog.preview.png", "cat-3.preview.png"]
+    assert names == ["cat.preview.png", "cat-2.preview.png", "cat-2-2.preview.png", "cat-3.preview.png"]
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
         picture_paths(images, tmp_path / "file")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from contract.errors import ExportError
 from server_runtime.attacks import Effort
 from server_runtime.attacks.inverse_net import InverseNet, Size
 from server_runtime.leakage.decoders import check_graph
+from server_runtime.leakage.decoders_cli import main
 from tests.edge_runtime.onnx_bytes import linear_decoder
 from tests.server_runtime.attacks.small_world import world
 
@@ -39,3 +43,18 @@ def test_a_decoder_whose_time_is_over_is_the_best_so_far_and_no_weaker_than_the_
     assert attack.checks_db[0] == pytest.approx(attack.ridge.held_psnr_db, abs=1.0)
     kept_db = max(attack.checks_db)
     assert kept_db >= attack.checks_db[0] and len(attack.checks_db) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("CUTLAYER_TEST_PACKAGE" not in os.environ, reason="packages are made by tests.make_package")
+def test_one_seed_makes_one_decoder_bit_for_bit_and_another_another(tmp_path: Path) -> None:
+    made, given = [], Path(os.environ["CUTLAYER_TEST_PACKAGE"])
+    for number, seed in enumerate((0, 0, 1)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = ["--package", given / "front", "--public", given / "public", "--kappa", "0.25", "--steps", "20",
+                 "--minutes", "5", "--learn", "2000", "--opset", "20", "--seed", seed, "-o", folder]  # fmt: skip
+        assert main([str(word) for word in words]) == 0
+        made.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert made[0] == made[1] and made[0]["decoder.onnx"] != made[2]["decoder.onnx"]
+    assert sorted(made[0]) == ["decoder.onnx", "decoders.json"]
