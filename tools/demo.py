@@ -182,13 +182,13 @@ def preview_pictures(story: Story) -> tuple[Picture, ...]:
     pictures = []
     for kappa in (DEFAULT_KAPPA, STRONG_KAPPA):
         shown = commands.preview(site, demo_data.DEVICES[0], images, kappa)
-        for pair in shown["pairs"]:
-            lines = (
-                f"likeness {pair['ssim']:.2f} (SSIM), {pair['psnr_db']:.1f} dB: {pair['words']}; one flat colour "
-                f"{pair['flat_ssim']:.2f}, {pair['flat_psnr_db']:.1f} dB",
-                *shown["remarks"],
+        for place, pair in enumerate(shown["pairs"]):
+            line = (
+                f"likeness {pair['ssim']:.2f} (SSIM), {pair['psnr_db']:.1f} dB: {pair['words']}, for this attacker; one "
+                f"flat colour {pair['flat_ssim']:.2f}, {pair['flat_psnr_db']:.1f} dB"
             )
             title = f"An image of the site, and what an attacker gets at kappa {shown['kappa']:g}"
+            lines = (line, *shown["remarks"]) if place + 1 == len(shown["pairs"]) else (line,)
             pictures.append(Picture(title, Path(pair["picture"]).read_bytes(), lines))
     return tuple(pictures)
 

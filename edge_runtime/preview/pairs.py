@@ -29,8 +29,8 @@ WORDS = (
     (0.9, "almost the picture itself"),
     (0.6, "easy to recognise"),
     (0.4, "recognisable"),
-    (0.25, "shapes and colours show"),
-    (-1.0, "little shows"),
+    (0.25, "shapes and colours"),
+    (-1.0, "hardly anything"),
 )
 
 
@@ -110,7 +110,8 @@ def make_pair(name: str, yours: Pixels, codes: NDArray[np.int8], decode: Decode)
 def figures(pair: Pair) -> tuple[str, str]:
     """Two sentences about one pair."""
     return (
-        f"likeness {pair.ssim:.2f} (SSIM, 1 is the same picture), {pair.psnr_db:.1f} dB (PSNR): {pair.words}",
+        f"likeness {pair.ssim:.2f} (SSIM, 1 is the same picture), {pair.psnr_db:.1f} dB (PSNR): {pair.words}, for this "
+        "attacker",
         f"one flat colour in its place: {pair.flat_ssim:.2f}, {pair.flat_psnr_db:.1f} dB",
     )
 
