@@ -184,8 +184,8 @@ def preview_pictures(story: Story) -> tuple[Picture, ...]:
         shown = commands.preview(site, demo_data.DEVICES[0], images, kappa)
         for place, pair in enumerate(shown["pairs"]):
             line = (
-                f"likeness {pair['ssim']:.2f} (SSIM), {pair['psnr_db']:.1f} dB: {pair['words']}, for this attacker; one "
-                f"flat colour {pair['flat_ssim']:.2f}, {pair['flat_psnr_db']:.1f} dB"
+                f"likeness {pair['ssim']:.2f} (SSIM), {pair['psnr_db']:.1f} dB: {pair['words']}, for this attacker; "
+                f"one flat colour {pair['flat_ssim']:.2f}, {pair['flat_psnr_db']:.1f} dB"
             )
             title = f"An image of the site, and what an attacker gets at kappa {shown['kappa']:g}"
             lines = (line, *shown["remarks"]) if place + 1 == len(shown["pairs"]) else (line,)

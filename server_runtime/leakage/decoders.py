@@ -35,12 +35,13 @@ TOLERANCE = 0.02  # 5 of 255: a GPU draws them in bfloat16, which a CPU repeats 
 
 @dataclass(frozen=True)
 class Training:
-    """Of each decoder: at most so many steps, until the time of all is over."""
+    """Of each decoder: at most so many steps, and an equal share of the time for all."""
 
     steps: int
     seed: int
     opset: int
-    time_is_over: Callable[[], bool]
+    budget_s: float
+    clock: Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def train_decoders(
     for place, strength in enumerate(strengths):
         known, seen = profiler.meet(world, strength)
         with progress(f"decoder {place + 1} of {len(strengths)}, kappa {strength:g}", training.steps, "steps") as tell:
-            attack = InverseNet(Effort(training.steps, training.seed, tell, training.time_is_over), SMALL)
+            time_is_over = _over_after(training.budget_s / len(strengths), training.clock)
+            attack = InverseNet(Effort(training.steps, training.seed, tell, time_is_over), SMALL)
             attack.fit(known)
         found, linear = (_pictures(each.reconstruct(seen)) for each in (attack, attack.ridge))
         record = Decoder(
@@ -92,6 +94,11 @@ def train_decoders(
         graph = to_onnx(reader, codes[:1], training.opset)
         check_graph(graph, codes.cpu().numpy(), found[: len(codes)])
         yield Trained(record, graph)
+
+
+def _over_after(budget_s: float, clock: Callable[[], float]) -> Callable[[], bool]:
+    started_s = clock()
+    return lambda: clock() - started_s > budget_s
 
 
 def _codes(release: Release, seen: Seen) -> Tensor:

@@ -59,20 +59,15 @@ def _main(arguments: Sequence[str] | None) -> int:
     device = choose_device(len(os.sched_getaffinity(0)))
     public = read_public(folder, package.image, flags.images, flags.learn, flags.seed, show_progress)
     profiler = Profiler(package, public, settings, device, show_progress, None, None)
-    training = Training(flags.steps, flags.seed, flags.opset, _over_after(60.0 * flags.minutes))
+    training = Training(flags.steps, flags.seed, flags.opset, 60.0 * flags.minutes, time.monotonic)
     trained = []
     for each in train_decoders(package, public, profiler, settings.strengths, training, show_progress):
         _keep(flags.output, each)
         trained.append(each.record)
         if each.record.steps < flags.steps:
-            say(f"the time for decoders was over after {each.record.steps} of {flags.steps} steps")
+            say(f"the time for this decoder was over after {each.record.steps} of {flags.steps} steps")
     _write(flags.output / RECORDS_NAME, to_json(encode(Decoders(tuple(trained)))))
     return 0
-
-
-def _over_after(budget_s: float):  # type: ignore[no-untyped-def]
-    started_s = time.monotonic()
-    return lambda: time.monotonic() - started_s > budget_s
 
 
 def _keep(folder: Path, trained: Trained) -> None:
