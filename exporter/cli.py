@@ -67,7 +67,7 @@ FIELDS = (
     Field("alpha", float, 0.1, "relative strength of the devices' weight noise"),
     Field("kappa", float, 0.25, "default strength of the feature noise, in standard deviations per channel"),
     Field("kappa_max", float, 1.0, "strongest feature noise that the backend is tuned for"),
-    Field("sent_patches", str, "all", "patch tokens that devices send; the server fills the others in"),
+    Field("sent_patches", str, "all", "patch tokens that devices send; none: the class token alone"),
     Field("prefix_noise", float, 1.0, "noise of the class token, as a share of the patches'"),
     Field("name", str, None, "name of the package; default: model and split"),
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),

@@ -98,7 +98,7 @@ def test_patches_come_back_as_pictures() -> None:
 # -- the wire
 
 
-@pytest.mark.parametrize("kept", ["all", "checkerboard", "quarter"])
+@pytest.mark.parametrize("kept", ["all", "checkerboard", "quarter", "none"])
 def test_the_studys_filter_is_the_contracts_where_positions_share_one_noise(kept: str) -> None:
     known = know(LAYOUT, smooth(500, 0))
     wire = Wire(Release(kept, 1.0, 0.5), known, CPU)  # type: ignore[arg-type]
