@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from contract.errors import ExportError
-from server_runtime.attacks import Effort
-from server_runtime.attacks.inverse_net import InverseNet, Size
-from server_runtime.leakage.decoders import check_graph
+from contract.tokens import Kept, SentRule
+from server_runtime.attacks import Effort, Seen, Upload
+from server_runtime.attacks._release import Law, Release
+from server_runtime.attacks.inverse_net import InverseNet
+from server_runtime.attacks.inverse_net import Size as NetSize
+from server_runtime.leakage.decoders import check_graph, to_onnx
 from server_runtime.leakage.decoders_cli import main
 from tests.edge_runtime.onnx_bytes import linear_decoder
-from tests.server_runtime.attacks.small_world import world
+from tests.server_runtime.attacks.small_world import LAYOUT, SIZE, world
 
 
 def test_a_graph_that_draws_something_else_is_refused() -> None:
@@ -37,12 +42,26 @@ def test_a_decoder_whose_time_is_over_is_the_best_so_far_and_no_weaker_than_the_
         asked.append(1)
         return len(asked) == 12
 
-    attack = InverseNet(Effort(500, time_is_over=over), Size(width=16, blocks=1, heads=2, batch=16))
+    attack = InverseNet(Effort(500, time_is_over=over), NetSize(width=16, blocks=1, heads=2, batch=16))
     attack.fit(small.known)
     assert attack.steps == 12
     assert attack.checks_db[0] == pytest.approx(attack.ridge.held_psnr_db, abs=1.0)
     kept_db = max(attack.checks_db)
     assert kept_db >= attack.checks_db[0] and len(attack.checks_db) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["checkerboard", "none"])
+def test_the_graph_draws_what_the_attack_draws_of_fewer_patches(kept: Kept) -> None:
+    small = world()
+    law = Law(LAYOUT, SIZE, small.known.release.law.statistics, SentRule(kept, 0.5))
+    known = replace(small.known, release=Release(law, 1.0, small.known.learn.tokens[0]))
+    attack = InverseNet(Effort(10), NetSize(width=16, blocks=1, heads=2, batch=16))
+    attack.fit(known)
+    received = known.release.send(small.tokens(), torch.Generator().manual_seed(0))[:4]
+    codes = torch.round(received / known.release.steps).to(torch.int8)
+    pictures = attack.reconstruct(Seen((Upload(received, 1.0),)))
+    check_graph(to_onnx(attack.as_module(), codes[:1], 20), codes.numpy(), pictures.permute(0, 2, 3, 1).numpy())
 
 
 @pytest.mark.slow
