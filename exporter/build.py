@@ -42,6 +42,7 @@ from exporter.package import (
 )
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
+from exporter.preview import with_preview
 from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
 from exporter.split import check_cut, split_tokens, usual_cut
@@ -127,14 +128,16 @@ def export(
         )  # fmt: skip
         prepared = _prepare(bench, backend, head, rng)
         bench = _gated(bench, prepared)
-        figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
         table = {} if gated.table is None else {LEAKAGE_NAME: gated.table}
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench), **table})
         signer = key_id(surroundings.signer.public_key())
-        said = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
+        described = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
         if gated.table is not None:
-            of_package(gated.table, said)
-        manifest = to_bytes(said)
+            of_package(gated.table, described)
+        if plan.preview:
+            described = with_preview(described, plan, staged, surroundings.threads)
+        figures = figures_of(bench, prepared, described.preview, frontend_s, time.monotonic() - started_s)
+        manifest = to_bytes(described)
         package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))
         write_backend(staged.backend, bench, prepared, figures, package_digest)

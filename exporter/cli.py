@@ -82,6 +82,9 @@ FIELDS = (
         "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
     ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
+    Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
+    Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
+    Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
     Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
@@ -392,6 +395,12 @@ def _say_tuning(report) -> None:
     if top1:
         say("top-1 on held-out public images: " + ", ".join(f"{name} {value:.1%}" for name, value in top1.items()))
     say(f"learning rates for sites: backend {report.figures['backend_lr']:g}, head {report.figures['head_lr']:g}")
+    for each in report.figures["preview"]:
+        say(
+            f"preview at kappa {each['kappa']:g}: a decoder of {each['steps']} steps reads {each['psnr_db']:.1f} dB, "
+            f"SSIM {each['ssim']:.2f} of {each['images']} pictures that it never saw; a linear one "
+            f"{each['ridge_psnr_db']:.1f} dB, one colour for all {each['colour_psnr_db']:.1f} dB"
+        )
 
 
 def _leave(number: int, frame: object) -> None:

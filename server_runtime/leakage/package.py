@@ -159,6 +159,8 @@ class Runner:
             self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's classes share no base but Exception
             raise _engine_error("cannot run the package", error) from error
+        patches = self._session.get_modelmeta().custom_metadata_map.get("patches")  # of a frontend that takes a choice
+        self._keep = None if patches is None else np.arange(int(patches), dtype=np.int64)
         wanted = {each.name for each in self._session.get_inputs()}
         self._feed = {name: value for name, value in self._feed.items() if name in wanted}
 
@@ -167,8 +169,9 @@ class Runner:
         parts = []
         for start in range(0, len(pictures), AT_ONCE):
             images = normalise(pictures[start : start + AT_ONCE], self._package.image)
+            chosen = {} if self._keep is None else {"keep": np.tile(self._keep, (len(images), 1))}
             try:
-                found = self._session.run(None, {self._input: images, **self._feed})[0]
+                found = self._session.run(None, {self._input: images, **self._feed, **chosen})[0]
             except Exception as error:  # see above
                 raise _engine_error("failed", error) from error
             if found.ndim == 4:
