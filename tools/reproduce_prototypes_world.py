@@ -13,7 +13,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from PIL import Image
 
 from contract.console import say
 from contract.errors import DataError, ExportError
+from contract.training import PARAMETERS_NAME
 from tools.reproduce_world import ROOT, alone, draw_key, made, members, unpack
 
 ARCHIVE, WEIGHTS = "data/pacs64.zip", "models/resnet18_64_tin200.safetensors"
@@ -69,7 +71,7 @@ class DomainWorld:
     test: int
     note: str
     augment: str = "none"
-    optimiser: tuple[str, ...] = field(default=())
+    shared: Path | None = None  # where archives lie that only an export needs
 
     @property
     def images(self) -> Path:
@@ -81,12 +83,16 @@ class DomainWorld:
         """A folder of images of no domain, as the model's owner has them: the scale of g is taken on these."""
         return self.root / "public"
 
+    @cached_property
+    def _members(self) -> list[str]:
+        return members(self.images)
+
     def names(self, domain: str) -> list[str]:
-        return members(self.images, f"{domain}/")
+        return [name for name in self._members if name.startswith(f"{domain}/")]
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return tuple(sorted({name.split("/")[1] for name in members(self.images)}))
+        return tuple(sorted({name.split("/")[1] for name in self._members}))
 
     def devices(self, held_out: str) -> tuple[str, ...]:
         """One for each domain that is trained on, by its name."""
@@ -135,23 +141,23 @@ def quick_domains(root: Path, train: int, test: int) -> DomainWorld:
 
 
 def full_domains(root: Path, shared: Path, train: int, test: int, pool: int | None = None) -> DomainWorld:
-    """PACS. Raises: DataError when neither the world nor the archives have what it needs."""
-    weights = root / "weights.safetensors"
+    """PACS. Raises: DataError when neither the world nor the archive has the images."""
     words = ("--model", "resnet18", "--model-arg", "num_classes=200", "--model-arg", "img_size=64")
-    words = (*words, "--model-arg", TRAINED_ON, "--weights", str(weights))
+    words = (*words, "--model-arg", TRAINED_ON, "--weights", str(shared / WEIGHTS))
     note = f"PACS at 64 px, {train} training images a domain, {test} tested; ResNet-18 pre-trained on Tiny-ImageNet"
-    world = DomainWorld("full", root, words, CUTS, DOMAINS, train, test, note, "crop=4,flip")
-    needed = ((world.images, ARCHIVE), (weights, WEIGHTS), (world.public, PUBLIC_ARCHIVE))
-    for path, source in ((path, shared / name) for path, name in needed):
-        if not path.exists() and not source.is_file():
-            raise DataError(
-                f"the full reproduction needs {source}, which does not exist",
-                f"give --shared DIR, where DIR holds {ARCHIVE}, {PUBLIC_ARCHIVE} and {WEIGHTS}; or use --quick",
-            )
-    made(world.images, lambda path: _pack(shared / ARCHIVE, path, pool))
-    made(weights, lambda path: shutil.copyfile(shared / WEIGHTS, path))
-    made(world.public, lambda path: _take_public(shared / PUBLIC_ARCHIVE, path))
+    world = DomainWorld("full", root, words, CUTS, DOMAINS, train, test, note, "crop=4,flip", shared)
+    made(world.images, lambda path: _pack(_needed(shared / ARCHIVE), path, pool))
     return world
+
+
+def _needed(path: Path) -> Path:
+    """Raises: DataError."""
+    if not path.is_file():
+        raise DataError(
+            f"the full reproduction needs {path}, which does not exist",
+            f"give --shared DIR, where DIR holds {ARCHIVE}, {PUBLIC_ARCHIVE} and {WEIGHTS}; or use --quick",
+        )
+    return path
 
 
 def _take_public(archive: Path, folder: Path) -> None:
@@ -230,6 +236,9 @@ def export_domain_package(world: DomainWorld, package: Package) -> Path:
         if (front / "manifest.json").exists() and front.with_name(f"{front.name}.backend").exists():
             return front
         say(f"== export {front.name}")
+        if world.shared is not None:
+            _needed(world.shared / WEIGHTS)
+            made(world.public, lambda path: _take_public(_needed(world.shared / PUBLIC_ARCHIVE), path))
         words = [
             sys.executable, "-m", "exporter.cli", *world.model, "--for", "prototypes", "--cuts",
             world.cuts[package.cut], "--distance", package.distance, "--count-step", package.count_step,
@@ -239,14 +248,14 @@ def export_domain_package(world: DomainWorld, package: Package) -> Path:
         code = subprocess.run([str(word) for word in words], stdout=sys.stderr, cwd=ROOT).returncode
         if code:
             raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
-        _share_weights(front.with_name(f"{front.name}.backend"), front.parent)
+        for own in (front / PARAMETERS_NAME, front.with_name(f"{front.name}.backend") / "model.safetensors"):
+            _share(own, front.parent)
     return front
 
 
-def _share_weights(backend: Path, packages: Path) -> None:
-    """One file on the disk for backends with equal weights: they differ by the parts' graphs alone."""
-    own = backend / "model.safetensors"
-    for other in sorted(packages.glob("*.backend/model.safetensors")):
+def _share(own: Path, packages: Path) -> None:
+    """One file on the disk for equal weights: packages of one cut differ by their graphs alone."""
+    for other in sorted(packages.glob(f"*/{own.name}")):
         if other != own and other.read_bytes() == own.read_bytes():
             own.unlink()
             os.link(other, own)
