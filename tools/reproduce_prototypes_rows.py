@@ -42,7 +42,7 @@ from tools.reproduce_prototypes_world import DomainWorld, Package, export_domain
 from tools.reproduce_split_rows import named
 from tools.simulation import Answering, Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
-from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_device
+from tools.torch_worker import OpenPart, PartDevice, ReadImages, device_name, make_part_device
 
 LABEL_MODE = "logit-gradient"
 RUN, SITE = "reproduce", "site"
@@ -153,6 +153,7 @@ class PrototypeLaboratory:
         self._shipped: dict[Path, Shipped] = {}
         self._installed: dict[Path, Installed] = {}
         self._tested: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
+        self._read: dict[Path, ReadImages] = {}  # by folder: secrets are a seed's and a device's
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-prototypes-")
         self._root = Path(self._scratch.name)
 
@@ -250,12 +251,15 @@ class PrototypeLaboratory:
             site_secret=root / "identity" / "site_secret", classes=classes, label_mode=label_mode, noise="keyed",
             alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
         )  # fmt: skip
-        return make_part_device(config, installed, self._open_part(shipped, installed))
+        read = self._read.get(config.data)
+        device = make_part_device(config, installed, self._open_part(shipped, installed), read=read)
+        self._read[config.data] = device.read
+        return device
 
     def _train_folder(self, name: str, is_first: bool, cell: PrototypeCell) -> Path:
         classes = self._world.classes
         own = {"lacking": classes[: len(classes) // 2], "single": classes[:1]}.get(cell.case) if is_first else None
-        return self._world.train_folder(name, cell.seed, own)
+        return self._world.train_folder(self._root / "drawn", name, cell.seed, own)
 
     def _open_part(self, shipped: Shipped, installed: Installed) -> OpenPart:
         plan = shipped.plan
@@ -293,7 +297,7 @@ class PrototypeLaboratory:
         """Normalised images (n, 3, h, w) on the device, and class numbers (n,), of a held-out domain."""
         if domain not in self._tested:
             (rule,) = {each.manifest.image for each in self._installed.values()}
-            pixels, labels = read_folder(self._world.test_folder(domain), self._world.classes, rule)
+            pixels, labels = read_folder(self._world.test_folder(self._root / "drawn", domain), self._world.classes, rule)
             self._tested[domain] = (torch.from_numpy(normalise(pixels, rule)).to(self.device), labels)
         return self._tested[domain]
 

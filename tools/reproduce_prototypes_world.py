@@ -98,18 +98,18 @@ class DomainWorld:
         """One for each domain that is trained on, by its name."""
         return tuple(domain.replace("_", "-") for domain in self.domains if domain != held_out)
 
-    def train_folder(self, device: str, seed: int, classes: Sequence[str] | None = None) -> Path:
-        """A device's images, drawn by the seed; `classes` names those that it has, all by default."""
+    def train_folder(self, root: Path, device: str, seed: int, classes: Sequence[str] | None = None) -> Path:
+        """A device's images below `root`, drawn by the seed; `classes` names those that it has, all by default."""
         (domain,) = (each for each in self.domains if each.replace("_", "-") == device)
         order = sorted(self.names(domain), key=lambda name: draw_key(f"train, seed {seed}", name))
         chosen = [name for name in order[: self.train] if classes is None or name.split("/")[1] in classes]
         label = "" if classes is None else "-" + "-".join(classes)
-        return made(self.root / "drawn" / f"{device}-{self.train}-seed{seed}{label}", lambda path: self._take(chosen, path))
+        return made(root / f"{device}-seed{seed}{label}", lambda path: self._take(chosen, path))
 
-    def test_folder(self, domain: str) -> Path:
-        """Images of a held-out domain: the same for every seed."""
+    def test_folder(self, root: Path, domain: str) -> Path:
+        """Images of a held-out domain below `root`: the same for every seed."""
         chosen = sorted(self.names(domain), key=lambda name: draw_key("test", name))[: self.test]
-        return made(self.root / "drawn" / f"{domain}-test-{self.test}", lambda path: self._take(chosen, path))
+        return made(root / f"{domain}-test", lambda path: self._take(chosen, path))
 
     def _take(self, names: Sequence[str], folder: Path) -> None:
         with zipfile.ZipFile(self.images) as opened:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from contract.errors import TrainingError
 from contract.messages import Prototypes as Told
 from contract.messages import Settled
 
@@ -73,6 +74,8 @@ class ShiftAwarePrototypes:
         yield from rounds.load(links)
         rounds.require_images()
         links = [link for link in links if link.samples]
+        if not links:
+            raise TrainingError("no device that is there has a sample", "add images to it, or raise --quorum")
         self._present = [link.device for link in links]
         yield from self._set_prototypes(rounds, links)
         if self._settings.server_copies == "each":

@@ -92,7 +92,7 @@ def test_the_scale_is_the_mean_length_of_the_pretrained_part_and_nothing_is_move
     before = {name: value.clone() for name, value in part.state_dict().items()}
     images = torch.from_numpy(batch_of(0)["x"])
     found = prototypes.with_scale(PLAIN, part, images)
-    assert found.scale == pytest.approx(float(part.eval()(images).flatten(1).norm(dim=1).mean()))
+    assert found.scale == pytest.approx(part.eval()(images).detach().flatten(1).norm(dim=1).mean().item())
     assert all((value == before[name]).all() for name, value in part.state_dict().items())
 
 
