@@ -72,6 +72,9 @@ def main(argv: Sequence[str]) -> int:
             export_domain_package(world, package)
         say(f"{world.root}: {len(cells)} rows can be computed")
         return 0
+    if options.leaks:
+        print_leaks(options, world)
+        return 0
     rows = run_rows(options, world, root / "rows", cells)
     if not rows:
         raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
@@ -100,6 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pool", type=int, metavar="N", help="images of a domain that a world is made of (default: all)")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action.add_argument("--leaks", action="store_true", help="what a curious server learns, on the first domain and seed")
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
     add_sharing(parser)
     options = parser.parse_args(argv)
@@ -199,6 +203,22 @@ def run_rows(
             say(line_of(row))
         rows += [] if row is None else [row]
     return rows
+
+
+def print_leaks(options: argparse.Namespace, world: DomainWorld) -> None:
+    """What a run of `ours` shows to its server."""
+    from tools import reproduce_prototypes_leaks as leaking  # it needs piq
+
+    rates = PrototypeRates(options.rounds, options.batch, options.learning_rate, options.schedule)
+    laboratory = PrototypeLaboratory(world, options.engine, rates, options.threads, None)
+    cut = "layer1" if options.studies == ["layer1"] else "layer3"
+    rows = leaking.leaks(laboratory, PrototypeCell("ours", options.domains[0], options.seeds[0], cut=cut))
+    if options.format == "json":
+        settings = {name: getattr(options, name) for name in ("rounds", "batch", "train_images", "test_images")}
+        document = {"study": "prototypes", "world": world.name, "data": world.note, "cut": cut, **settings}
+        print_document("reproduce", {**document, "leaks": rows})
+        return
+    print(to_text(leaking.table_of(rows)))
 
 
 def head_of(options: argparse.Namespace, world: DomainWorld, cell: PrototypeCell) -> Row:

@@ -162,7 +162,7 @@ class PrototypeLaboratory:
         started_s, begun_s = time.monotonic(), time.monotonic()
         before = None if self._meter is None else self._meter.read(started_s)
         shipped, devices = self.devices(cell)
-        strategy = strategies.find("prototypes").build(shipped, self._settings(cell, len(devices)))
+        strategy = strategies.find("prototypes").build(shipped, self.settings(cell, len(devices)))
         curve: list[Round] = []
 
         def note(values: Mapping[str, Metric]) -> None:
@@ -196,10 +196,11 @@ class PrototypeLaboratory:
             energy_reason=None if energy_j is not None else reason,
         )  # fmt: skip
 
-    def _settings(self, cell: PrototypeCell, devices: int) -> Settings:
+    def settings(self, cell: PrototypeCell, devices: int, label_mode: str = LABEL_MODE) -> Settings:
+        """What the strategy is told."""
         method = METHODS[cell.method]
         return Settings(
-            LABEL_MODE, 0.0, self._rates.rounds, 0, 0.0, cell.seed, batch=self._rates.batch,
+            label_mode, 0.0, self._rates.rounds, 0, 0.0, cell.seed, batch=self._rates.batch,
             learning_rate=self._rates.learning_rate, schedule=self._rates.schedule,
             quorum=devices - 1 if cell.case == "vanishing" else 0,
             prototype_strength=method.strength, prototype_shift=method.shift, server_copies=cell.copies,
@@ -227,8 +228,8 @@ class PrototypeLaboratory:
     def _install(self, front: Path) -> Installed:
         if front not in self._installed:
             publisher = load_public(self._world.publisher)
-            packages = self._root / "packages"
-            packages.mkdir(exist_ok=True)
+            packages = self._root / "packages" / front.name  # one place holds one package at a time
+            packages.mkdir(parents=True)
             self._installed[front] = install(front, packages, {key_id(publisher): publisher}, _open_nothing, say)
         return self._installed[front]
 
