@@ -72,7 +72,7 @@ class PartPrototypes:
         np.add.at(self._counts, labels, 1)
 
     def tell(self, ask: Ask) -> Prototypes:
-        """M_k = {(p_{k,c}, n_{k,c}) : n_{k,c} > 0}; counts are rounded up, so that a class that is there stays there."""
+        """M_k = {(p_{k,c}, n_{k,c}) : n_{k,c} > 0}; counts are rounded up: a class that is there stays."""
         own = np.flatnonzero(self._counts)
         step = self._rule.count_step
         counts = tuple(-(-int(self._counts[each]) // step) * step for each in own)
@@ -81,7 +81,7 @@ class PartPrototypes:
 
     def state(self) -> dict[str, NDArray[Any]]:
         """All that is needed to go on."""
-        named = {
+        named: dict[str, NDArray[Any]] = {
             "sums": self._sums,
             "counts": self._counts,
             "anchors": self._anchors,

@@ -79,7 +79,9 @@ class TrainingChoices:
         _require(with_head == (self.strategy == "prototypes"), f"{self.strategy} has its own kind of part")
         if self.prototypes is not None:
             _require(self.prototypes.dimension >= 1, f"projection must be 1 or more, found {self.prototypes.dimension}")
-            _require(self.prototypes.count_step >= 1, f"count-step must be 1 or more, found {self.prototypes.count_step}")
+            _require(
+                self.prototypes.count_step >= 1, f"count-step must be 1 or more, found {self.prototypes.count_step}"
+            )
             _require(self.keep_patches is None, "keep-patches and prototypes do not go together")
         share = self.keep_patches
         _require(share is None or 0 < share <= 1, f"keep-patches must be more than 0 and at most 1, found {share}")

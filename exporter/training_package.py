@@ -163,9 +163,7 @@ def check_cuts(cuts: Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def fit_prototypes(
-    rule: PrototypeRule, parts: Sequence[Part], plan: ExportPlan, image: ImageRule
-) -> PrototypeRule:
+def fit_prototypes(rule: PrototypeRule, parts: Sequence[Part], plan: ExportPlan, image: ImageRule) -> PrototypeRule:
     """Give the one part its projection head, drawn by the plan's seed; the rule with the scale of g.
 
     The scale is taken on the first images of --calibration, on drawn pictures where there are none.

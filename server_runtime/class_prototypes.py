@@ -1,4 +1,4 @@
-"""Class prototypes on the server: pooled over devices, renewed by rounds, and how far a device's own are from them. Pure.
+"""Class prototypes on the server: pooled over devices, renewed each round, and how far a device's are from them. Pure.
 
 algorithms.md section 5.1. Symbols: p_{k,c} device k's mean embedding of class c, n_{k,c} how many images it is of,
 P_c the prototypes (C, d), d_k a device's shift, lambda_k the strength of its pull. Asking for them is left to
@@ -88,7 +88,9 @@ def shift(means: ClassMeans, prototypes: ClassPrototypes, kind: str) -> float | 
         return float(np.linalg.norm(own - common, axis=1).mean())
     lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(common, axis=1)
     products = (own * common).sum(axis=1)
-    return float(np.maximum(0.0, 1.0 - np.divide(products, lengths, where=lengths > 0, out=np.zeros_like(lengths))).mean())
+    return float(
+        np.maximum(0.0, 1.0 - np.divide(products, lengths, where=lengths > 0, out=np.zeros_like(lengths))).mean()
+    )
 
 
 def strength(shift: float | None, lambda_0: float, alpha: float) -> float:

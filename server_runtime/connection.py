@@ -24,9 +24,9 @@ from contract.messages import (
     Heartbeat,
     Hello,
     Proof,
+    Prototypes,
     Refuse,
     Scores,
-    Prototypes,
     Settled,
     Update,
 )

@@ -52,7 +52,9 @@ FIELDS = (
     Field("prototype_strength", float, 1.0, "prototypes: lambda_0, the pull's weight beside the task's loss; 0: none"),
     Field("prototype_shift", float, 2.0, "prototypes: alpha, how a device's shift weakens its pull; 0: not at all"),
     Field("prototype_renewal", float, 0.5, "prototypes: beta, a round's share in the class prototypes, 0 to 1"),
-    Field("server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"),
+    Field(
+        "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
+    ),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )

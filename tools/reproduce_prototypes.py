@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce prototypes", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
-    parser.add_argument("--studies", type=texts, help=f"of {','.join(STUDIES)}; default: main with --quick, else main,l2")
+    parser.add_argument(
+        "--studies", type=texts, help=f"of {','.join(STUDIES)}; default: main with --quick, else main,l2"
+    )
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--domains", type=texts, help="held out in turn; default: outlined with --quick, else all")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0 to 9")
@@ -94,16 +96,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
     parser.add_argument("--learning-rate", type=float, help="default: 0.05 with --quick, else 0.01")
     parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help="(default: %(default)s)")
-    parser.add_argument("--train-images", type=int, metavar="N", help="a device's (default: 120 with --quick, else 480)")
+    parser.add_argument(
+        "--train-images", type=int, metavar="N", help="a device's (default: 120 with --quick, else 480)"
+    )
     parser.add_argument("--test-images", type=int, metavar="N", help="default: 120 with --quick, else 1000")
     parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--shared", type=Path, metavar="DIR", help="holds the archives (default: ../shared)")
     parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
-    parser.add_argument("--pool", type=int, metavar="N", help="images of a domain that a world is made of (default: all)")
+    parser.add_argument(
+        "--pool", type=int, metavar="N", help="images of a domain that a world is made of (default: all)"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
-    action.add_argument("--leaks", action="store_true", help="what a curious server learns, on the first domain and seed")
+    action.add_argument(
+        "--leaks", action="store_true", help="what a curious server learns, on the first domain and seed"
+    )
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
     add_sharing(parser)
     options = parser.parse_args(argv)
@@ -145,7 +153,9 @@ def check(options: argparse.Namespace) -> None:
         ("seeds", seed, 0) for seed in options.seeds
     ]:
         if not least <= value <= INT_MAX:
-            raise UsageError(f"--{flag.replace('_', '-')} should be {least} or more, found {value}", f"correct --{flag}")
+            raise UsageError(
+                f"--{flag.replace('_', '-')} should be {least} or more, found {value}", f"correct --{flag}"
+            )
     if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
         raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
 

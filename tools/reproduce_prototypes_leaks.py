@@ -116,8 +116,7 @@ def label_rows(logits: Trained, own_heads: Trained) -> list[Row]:
     found = label_inference.build(Effort()).reconstruct(seen)
     often = float(torch.bincount(labels, minlength=logits.classes).max()) / len(labels)
     grouped = [
-        purity(label_inference.groups(gradients, logits.classes), labels)
-        for gradients, labels in _epochs(own_heads)
+        purity(label_inference.groups(gradients, logits.classes), labels) for gradients, labels in _epochs(own_heads)
     ]
     return [
         {
@@ -234,19 +233,19 @@ class _Attacker:
         assert rule is not None
         model = copy.deepcopy(shipped.module)
         model.load_state_dict(named(trained.state, "backend."))
-        self._part, self._rule, self._trained = family_of(model)[1].cut(model.eval(), cut.index)[0].eval(), rule, trained
+        self._part, self._rule, self._trained = (
+            family_of(model)[1].cut(model.eval(), cut.index)[0].eval(),
+            rule,
+            trained,
+        )
         self._projection = [getattr(model, name) for name in PROJECTION]
         self._image = next(iter(trained.tap.devices.values())).installed.manifest.image
-        self.mean, self.std = (
-            torch.tensor(each).view(1, 3, 1, 1) for each in (self._image.mean, self._image.std)
-        )
+        self.mean, self.std = (torch.tensor(each).view(1, 3, 1, 1) for each in (self._image.mean, self._image.std))
         normalised, _ = laboratory.tested(cell.held_out)
         self.public = (normalised.cpu() * self.std + self.mean).clamp(0, 1)
         self.public_h = self._values(self.public)
         self.mean_picture = self.public.mean(dim=0, keepdim=True)
-        self.attacked = [
-            (pixels, self._values(pixels)) for pixels in map(self._pictures, trained.tap.devices.values())
-        ]
+        self.attacked = [(pixels, self._values(pixels)) for pixels in map(self._pictures, trained.tap.devices.values())]
 
     def _pictures(self, device: PartDevice) -> Tensor:
         """Some of a device's own images (n, 3, h, w) in [0, 1]."""
@@ -273,7 +272,7 @@ class _Attacker:
         return Decoder(inputs, self.public.flatten(1))
 
     def class_means(self) -> tuple[list[float], list[float]]:
-        """PSNR of each device's mean image of a class, decoded from its prototype, and of the public mean as a guess."""
+        """PSNR of each device's mean image of a class, decoded from its prototype, and of a guess: the public mean."""
         device = self._projection[0].device
         embedded = prototypes.embed(self.public_h.reshape(-1, *self._shape).to(device), *self._projection).cpu()
         decoder = self.learn(embedded)

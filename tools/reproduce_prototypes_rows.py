@@ -298,7 +298,9 @@ class PrototypeLaboratory:
         """Normalised images (n, 3, h, w) on the device, and class numbers (n,), of a held-out domain."""
         if domain not in self._tested:
             (rule,) = {each.manifest.image for each in self._installed.values()}
-            pixels, labels = read_folder(self._world.test_folder(self._root / "drawn", domain), self._world.classes, rule)
+            pixels, labels = read_folder(
+                self._world.test_folder(self._root / "drawn", domain), self._world.classes, rule
+            )
             self._tested[domain] = (torch.from_numpy(normalise(pixels, rule)).to(self.device), labels)
         return self._tested[domain]
 
@@ -325,9 +327,7 @@ def open_meter() -> Meter:
     return probe().meter
 
 
-def read_folder(
-    folder: Path, classes: tuple[str, ...], rule: ImageRule
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def read_folder(folder: Path, classes: tuple[str, ...], rule: ImageRule) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Pictures (n, h, w, 3) and class numbers (n,) of a folder."""
     files = scan(folder, classes).images
     pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
@@ -341,7 +341,9 @@ def _open_nothing(path: Path):  # type: ignore[no-untyped-def]
 
 def round_of(values: Mapping[str, Metric], test_accuracy: float, seconds: float) -> Round:
     """A record of the strategy with what was measured beside it."""
-    known = {name: None if values[name] is None else float(values[name] or 0) for name in ("accuracy", "shift", "strength")}
+    known = {
+        name: None if values[name] is None else float(values[name] or 0) for name in ("accuracy", "shift", "strength")
+    }
     return Round(
         int(values["epoch"] or 0), float(values["loss"] or 0.0), known["accuracy"], test_accuracy, known["shift"],
         known["strength"], int(values["devices"] or 0), int(values["bytes_up"] or 0), int(values["bytes_down"] or 0),

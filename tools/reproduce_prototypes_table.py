@@ -32,7 +32,9 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         for method in _unique(row["method"] for row in own):
             places = [*domains, *([AVERAGE, WORST] if len(domains) > 1 else [])]
             for place in places:
-                found = {seed: _figures(own, method, place, seed, domains) for seed in _unique(row["seed"] for row in own)}
+                found = {
+                    seed: _figures(own, method, place, seed, domains) for seed in _unique(row["seed"] for row in own)
+                }
                 known = {seed: each for seed, each in found.items() if each is not None}
                 if known:
                     named = dict(zip(_SETTING, setting, strict=True))
@@ -90,7 +92,7 @@ def compare(rows: Sequence[Row]) -> list[Row]:
 
 
 def paired(leads: Sequence[float]) -> Row:
-    """Mean difference of pairs and half the width of its 95 % interval, None for a single pair; whether 0 is outside."""
+    """Mean difference of pairs, half the width of its 95 % interval (None for one pair), whether 0 is outside."""
     half = None
     if len(leads) > 1:
         quantile = _T[min(len(leads) - 1, len(_T)) - 1]
@@ -130,7 +132,7 @@ def results_of(document: Row) -> Results:
     pairs = tuple(
         (
             f"{pair['method']} over {pair['over']}, {pair['held_out']}, {pair['round']} round", _shown(pair),
-            f"{100 * pair['lead']:+.2f}" + ("" if pair["half_width"] is None else f" +- {100 * pair['half_width']:.2f}"),
+            _points(pair),
             f"{pair['ahead']} of {pair['pairs']}", verdict(pair),
         )
         for pair in document["pairs"]
@@ -176,6 +178,11 @@ def results_of(document: Row) -> Results:
             Table("Rounds", ("row", "test accuracy in %", "training loss", "mean lambda"), curves),
         ),
     )
+
+
+def _points(pair: Row) -> str:
+    half = pair["half_width"]
+    return f"{100 * pair['lead']:+.2f}" + ("" if half is None else f" +- {100 * half:.2f}")
 
 
 def _shown(of: Row) -> str:

@@ -1,7 +1,7 @@
 """What a reproduction of shift-aware prototypes works on: images of four domains, and signed packages of client parts.
 
-`quick` is scikit-learn's digits drawn in four ways and a very small ResNet; `full` is PACS at 64 px and a ResNet-18 that
-was pre-trained on Tiny-ImageNet. One domain is held out and never trained on, each of the others is a device's. A world
+`quick` is scikit-learn's digits drawn in four ways and a very small ResNet; `full` is PACS at 64 px and a ResNet-18
+pre-trained on Tiny-ImageNet. One domain is held out and never trained on, each of the others is a device's. A world
 needs nothing from outside once it is made. Running cells on it is left to `reproduce_prototypes_rows`.
 """
 

@@ -57,7 +57,7 @@ class Settings:
     local_epochs: int = 1
     cuts: str = ""  # as `plan.parse_cuts` reads it
     quorum: int = 0  # 0 waits for all
-    # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and whose copy of the server's half a device trains with.
+    # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and who has copies of the server's half.
     prototype_strength: float = 1.0
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5

@@ -185,7 +185,10 @@ class ShiftAwarePrototypes:
             for device, s_k in self._copies.items()
             for name, tensor in {**s_k.weights(), **s_k.moments()}.items()
         }
-        own = {"prototypes/values": self._prototypes.values, "prototypes/known": self._prototypes.known.astype(np.uint8)}
+        own = {
+            "prototypes/values": self._prototypes.values,
+            "prototypes/known": self._prototypes.known.astype(np.uint8),
+        }
         own |= {f"means/{name}": array for name, array in class_prototypes.to_tensors(self._means).items()}
         arrays = {name: torch.from_numpy(array.copy()) for name, array in own.items()}
         values = {"turn": self._turn, "present": ",".join(self._present)}

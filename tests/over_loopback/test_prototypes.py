@@ -42,7 +42,9 @@ def test_a_site_trains_with_prototypes_and_predicts(package: Path, tmp_path: Pat
     assert all(0 < line["strength"] < 1 and line["shift"] > 0 for line in rounds[1:])  # type: ignore[operator]
     assert {line["prototypes"] for line in rounds} == {len(PRIVATE_CLASSES)}
     (published,) = tmp_path.glob("runs/*/models/site/backend.safetensors")
-    heads = [load_file(path)["projection_weight"] for path in (package / "prototypes.backend/model.safetensors", published)]
+    heads = [
+        load_file(path)["projection_weight"] for path in (package / "prototypes.backend/model.safetensors", published)
+    ]
     assert np.isfinite(heads[1]).all() and (heads[0] != heads[1]).all()  # devices trained it, the server averaged it
     for answer in answers:
         assert answer["accuracy"] > 1.2 / len(PRIVATE_CLASSES)

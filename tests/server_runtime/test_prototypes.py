@@ -97,7 +97,9 @@ class Pulled(Device):
         self._z, self._embedding = self.part(self.images[chosen])
         self.held.add(self._embedding.detach().numpy(), self._y)
         self._count += 1
-        return Activations(self._ask, n["batch"], len(self.ids), "train", self._z.detach().flatten(1).numpy().copy(), None)
+        return Activations(
+            self._ask, n["batch"], len(self.ids), "train", self._z.detach().flatten(1).numpy().copy(), None
+        )
 
     def _move(self) -> None:
         rule = self._shipped.plan.prototypes
@@ -122,7 +124,9 @@ def builder(of: Shipped, settings: Settings = SETTINGS, name: str = "prototypes"
     return lambda: strategies.find(name).build(of, settings)
 
 
-def device(name: str, of: Shipped, count: int, seed: int = 0, labels: tuple[int, ...] = (0, 1, 2), **more: str) -> Pulled:
+def device(
+    name: str, of: Shipped, count: int, seed: int = 0, labels: tuple[int, ...] = (0, 1, 2), **more: str
+) -> Pulled:
     images, own = pictures(count, seed)
     chosen = np.flatnonzero(np.isin(own, labels))
     return Pulled(name, of, images[chosen], own[chosen], "logit-gradient", **more)
@@ -138,7 +142,9 @@ def site(of: Shipped, **labels: tuple[int, ...]) -> dict[str, Device]:
 
 
 def same(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> bool:
-    return found.keys() == wanted.keys() and all(found[name].tobytes() == each.tobytes() for name, each in wanted.items())
+    return found.keys() == wanted.keys() and all(
+        found[name].tobytes() == each.tobytes() for name, each in wanted.items()
+    )
 
 
 # -- what it is
