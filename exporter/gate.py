@@ -19,7 +19,7 @@ import numpy as np
 
 from contract.canonical import CanonicalError
 from contract.console import say
-from contract.errors import ExportError, GateError, PackageError, UsageError
+from contract.errors import ExportError, GateError, UsageError
 from contract.image_folder import scan
 from contract.leakage import LEAKAGE_NAME, strongest
 from contract.leakage import from_bytes as table_from_bytes
@@ -191,26 +191,20 @@ def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> byte
 
 
 def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
-    """Find out before the first export what leakage-profile thinks of its flags: it looks at a package last.
-
-    Raises: UsageError.
-    """
-    nothing = scratch / "no package"
-    code = _leakage_profile(nothing, plan, gate, scratch / LEAKAGE_NAME, quietly=True)
-    if code != PackageError.exit_code:
-        _leakage_profile(nothing, plan, gate, scratch / LEAKAGE_NAME)  # now for the reader
+    """Find out before the first export what leakage-profile thinks of its flags. Raises: UsageError."""
+    code = _leakage_profile(scratch, plan, gate, scratch / LEAKAGE_NAME, "--check")
+    if code:
         raise UsageError(f"leakage-profile ends with exit code {code}, see above", "do as it says there")
 
 
-def _leakage_profile(front: Path, plan: ExportPlan, gate: GatePlan, output: Path, quietly: bool = False) -> int:
+def _leakage_profile(front: Path, plan: ExportPlan, gate: GatePlan, output: Path, *more: str) -> int:
     """Run it as a command: of the server's rooms the exporter knows only their commands. The exit code."""
     words = [sys.executable, "-m", "server_runtime.leakage.cli", "--package", str(front), "--public", plan.calibration]
     words += ["-o", str(output), "--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
     words += [word for name in gate.attacks for word in ("--attack", name)]
     for flag, value in (("--steps", gate.steps), ("--images", gate.images)):
         words += [] if value is None else [flag, str(value)]
-    silent = subprocess.DEVNULL
-    return subprocess.run(words, stdout=silent, stderr=silent if quietly else None, check=False).returncode
+    return subprocess.run([*words, *more], stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def _time_ms(onnx: Path, shape: tuple[int, int, int], threads: int) -> float:

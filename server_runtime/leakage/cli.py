@@ -70,6 +70,7 @@ def _parser() -> ArgumentParser:
         "--backend", type=Path, metavar="DIR",
         help="the package's .backend folder, for attacks that know the weights; default: the one beside it, if any",
     )  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="tell mistakes of the other flags, and attack nothing")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: the document on stdout")
     return parser
 
@@ -110,6 +111,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         attacks.find(name)
     load_piq()
     check_output_file(flags.output)  # attacks may take hours
+    if flags.check:
+        return 0
     package = read_package(flags.package)
     if min(package.image.height, package.image.width) < LEAST_PIXELS:
         raise UsageError(
