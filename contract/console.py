@@ -3,7 +3,7 @@
 What there is to say, and when to stop on a signal, is left to the commands.
 
 stdout carries the result alone; everything said to a person goes to stderr. Exit codes: 0 done, 1 internal error, 2 to
-8 see `contract.errors`, 130 interrupted (Ctrl-C), 141 the reader of stdout went away.
+9 see `contract.errors`, 130 interrupted (Ctrl-C), 141 the reader of stdout went away.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Printing them and leaving the program is `contract.console`'s part.
             ConfigError             2   a configuration file, variable or flag is wrong
         ExportError                 3   the model cannot be exported
             GateError               3   it was exported and did not pass a check
+                LimitsError         9   no way to protect it is within the limits that were asked for
         PackageError                4   the package is damaged or incomplete
             SignatureError          4   its signature is missing, foreign or does not fit
             ManifestError           4   its manifest breaks the format
@@ -64,6 +65,12 @@ class ExportError(CutlayerError):
 
 class GateError(ExportError):
     """The export was made and refused: a figure is outside the declared limit."""
+
+
+class LimitsError(GateError):
+    """A gated export measured every point it was to try, and none is within the limits."""
+
+    exit_code = 9
 
 
 class PackageError(CutlayerError):

@@ -28,6 +28,7 @@ from edge_runtime.line_marks import LineMarks
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
+from edge_runtime.releases import account, summary
 from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
@@ -230,7 +231,8 @@ def make_report(
 ) -> Report:
     """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
-    dataset = equipment.dataset
+    dataset, config = equipment.dataset, equipment.config
+    names = {sample.sample_id: sample.relative for sample in dataset.samples}
     spent = equipment.stages.total() if costs else StageCost(0.0, None, reason="no stage was run")
     return Report(
         outcome=outcome,
@@ -279,6 +281,7 @@ def make_report(
         package_version=manifest.version,
         package_digest=equipment.installed.digest.hex(),
         peak_rss_mb=peak_rss_mb(),
+        released=summary(account(equipment.ledger, names, config.max_releases, config.max_patch_share)),
     )
 
 

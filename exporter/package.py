@@ -142,6 +142,18 @@ def write_document(path: Path, document: Mapping[str, object]) -> None:
     write_file(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
 
+def replace_document(path: Path, document: Mapping[str, object]) -> None:
+    """The same in place of an earlier one, whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_document(draft, document)
+        os.replace(draft, path)
+        _flush(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ExportError(f"{path} cannot be written: {error.strerror}", "make room, or choose another -o") from error
+
+
 def write_table(path: Path, table: Mapping[str, object]) -> None:
     """A flat TOML table of strings, numbers and lists of strings."""
     # TOML knows JSON's strings, but neither surrogate pairs nor a bare DEL.

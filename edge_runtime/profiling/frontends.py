@@ -19,7 +19,6 @@ from contract.errors import PackageError, UsageError
 from contract.images import normalise
 from contract.manifest import Cut
 from contract.signature import PublicKey
-from contract.tokens import sent_layout
 from edge_runtime.data import Sample, load_dataset
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install
@@ -102,11 +101,9 @@ Shown = int | tuple[Sample, ...]  # so many drawn pictures, or a folder's
 
 def _candidate(package: Verified, engine: str, cut: Cut, shown: Shown, threads: int, seed: int) -> Candidate:
     installed, manifest = package.installed, package.installed.manifest
-    sent = sent_layout(cut.tokens, cut.sent.kept)
-    sources_bytes = 2 * sent.patches if manifest.retrieves_patches else 0
     point = Point(
         manifest.model, manifest.name, installed.digest.hex(), cut.index, cut.depth, manifest.quantization.scheme,
-        engine, threads, threads, sent.count * sent.dim + sources_bytes, 0,
+        engine, threads, threads, manifest.sent_bytes(cut), 0,
     )  # fmt: skip
 
     def open_phases() -> Sequence[Phase]:

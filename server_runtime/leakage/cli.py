@@ -133,9 +133,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         say(f"going on after {len(done)} rows in {kept_path(flags.output)}")
     device = choose_device(len(os.sched_getaffinity(0)))
     lpips, lpips_unknown = load_lpips(device)
-    public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, _progress)
+    public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, show_progress)
     kept = _backend(flags.backend, package)
-    profiler = leakage.Profiler(package, public, settings, device, _progress, lpips, kept)
+    profiler = leakage.Profiler(package, public, settings, device, show_progress, lpips, kept)
     planned = len(profiler.planned())
     for row in profiler.rows(done):
         done.append(row)
@@ -179,7 +179,7 @@ def _no_disk(output: Path, error: Exception) -> CutlayerError:
 
 
 @contextmanager
-def _progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+def show_progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
     with progress(None, total=total, description=what, unit=unit) as shown:
         yield shown.update
 

@@ -35,7 +35,7 @@ def test_every_error_is_named_documented_and_says_cause_and_cure(kind: type[Cutl
     error = make(kind)
     assert kind.__name__.endswith("Error") and kind.__doc__
     assert str(error) == error.cause and error.cure
-    assert isinstance(error, CutlayerError) and 1 <= error.exit_code <= 8
+    assert isinstance(error, CutlayerError) and 1 <= error.exit_code <= 9
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
