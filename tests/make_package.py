@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from exporter import cli
-from tests import make_modules
 
 SIDE_PX = 32
 MODEL = "vit_tiny_patch16_224"
@@ -38,9 +37,11 @@ TRAINING = {  # packages whose parts are trained on the devices
     "prototypes": (*_CNN, *_SMOOTH, "--for", "prototypes", "--cuts", "4", "--projection", "8", "--augment", "flip"),
     "smooth-vgg": (*_VGG, *_SMOOTH, *_NO_MAXIMA, "--for", "sequential_split", "--cuts", "4,8"),
 }
+HALF = ("front", "parts", "whole", "masked", "cnn", "smooth-cnn")  # takes about as long as the others and the modules
 
 
 def main(root: Path) -> None:
+    """Everything; two processes export, each a half."""
     rng = np.random.default_rng(0)
     for label in range(PUBLIC_CLASSES):
         draw_folder(root / "public" / f"public-{label}", label, 12, rng)
@@ -52,14 +53,24 @@ def main(root: Path) -> None:
     devices = [word for device in DEVICES for word in ("--device", device)]
     keys = [sys.executable, "-m", "tools.make_keys", "-o", str(root / "keys"), "--site", "site", *devices]
     subprocess.run(keys, check=True)
-    model_args = [word for each in MODEL_ARGS for word in ("--model-arg", each)]
-    export(
-        "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
-        "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
-    )  # fmt: skip
-    for name, words in TRAINING.items():
-        export(*words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
-    make_modules.make(root / "modules")
+    others = [name for name in ("front", *TRAINING, "modules") if name not in HALF]
+    command = [sys.executable, "-m", "tests.make_package", str(root)]
+    halves = [subprocess.Popen([*command, *names]) for names in (HALF, others)]
+    statuses = [half.wait() for half in halves]
+    if any(statuses):
+        raise SystemExit("a package could not be made")
+
+
+def make(root: Path, name: str) -> None:
+    """One of the packages, or the modules."""
+    if name == "modules":
+        from tests import make_modules  # loads torch, which the process that waits for both halves need not
+
+        make_modules.make(root / name)
+        return
+    int8 = ("--split", 2, "--int8", "--calibration", root / "public", "--tune", "none")
+    words = (*_VIT, *int8) if name == "front" else TRAINING[name]
+    export(*words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
 
 
 def draw_folder(folder: Path, label: int, count: int, rng: np.random.Generator) -> None:
@@ -87,4 +98,7 @@ def export(*words: object) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for wanted in sys.argv[2:]:
+        make(Path(sys.argv[1]), wanted)
+    if not sys.argv[2:]:
+        main(Path(sys.argv[1]))
