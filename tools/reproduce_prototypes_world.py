@@ -40,7 +40,7 @@ SMALL_ARGS = {
     "small_images": True, "img_size": 32, "act_layer": "silu", "layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32),
     "num_classes": len(PUBLIC_DIGITS),
 }  # fmt: skip
-PRETRAIN_STEPS, PRETRAIN_LIMIT_S = 250, 600.0
+PRETRAIN_STEPS, PRETRAIN_LIMIT_S = 100, 600.0
 TRAINED_ON = "pretrained_cfg_overlay={'mean': [0.485, 0.456, 0.406], 'std': [0.229, 0.224, 0.225]}"
 CUTS = {"layer1": 4, "layer3": 8}  # layers of ResNet-18 on the device
 SMALL_CUTS = {"layer1": 3, "layer3": 5}
@@ -150,7 +150,6 @@ def quick_domains(root: Path, train: int, test: int) -> DomainWorld:
     world = DomainWorld("quick", root, tuple(words), SMALL_CUTS, QUICK_DOMAINS, train, test, note)
     made(world.images, _draw_domains)
     made(world.public, _draw_public)
-    made(weights, lambda path: _pretrain(path, world.public))
     return world
 
 
@@ -271,6 +270,8 @@ def export_domain_package(world: DomainWorld, package: Package) -> Path:
         if world.shared is not None:
             _needed(world.shared / WEIGHTS)
             made(world.public, lambda path: _take_public(_needed(world.shared / PUBLIC_ARCHIVE), path))
+        else:
+            made(world.root / "weights.safetensors", lambda path: _pretrain(path, world.public))
         words = [
             sys.executable, "-m", "exporter.cli", *world.model, "--for", "prototypes", "--cuts",
             world.cuts[package.cut], "--distance", package.distance, "--count-step", package.count_step,
