@@ -52,8 +52,8 @@ STUDIES = ("main", "l2", "layer1", "one-copy", "devices")
 WITH_PROTOTYPES = tuple(name for name, method in METHODS.items() if method.strength)
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {
-        "seeds": [0], "rounds": 6, "batch": 16, "learning_rate": 0.05, "train_images": 120, "test_images": 120,
-        "engine": "onnxruntime", "domains": ["outlined"], "studies": ["main"],
+        "seeds": [0], "rounds": 6, "batch": 16, "learning_rate": 0.3, "train_images": 120, "test_images": 120,
+        "engine": "onnxruntime", "domains": ["tinted"], "studies": ["main"],
     },
     "full": {
         "seeds": list(range(10)), "rounds": 12, "batch": 32, "learning_rate": 0.01, "train_images": 480,
@@ -89,12 +89,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--studies", type=texts, help=f"of {','.join(STUDIES)}; default: main with --quick, else main,l2"
     )
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
-    parser.add_argument("--domains", type=texts, help="held out in turn; default: outlined with --quick, else all")
+    parser.add_argument("--domains", type=texts, help="held out in turn; default: tinted with --quick, else all")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0 to 9")
     parser.add_argument("--only", metavar="METHOD/DOMAIN/SEED", help="one row of the studies instead of the product")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 12")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
-    parser.add_argument("--learning-rate", type=float, help="default: 0.05 with --quick, else 0.01")
+    parser.add_argument("--learning-rate", type=float, help="default: 0.3 with --quick, else 0.01")
     parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help="(default: %(default)s)")
     parser.add_argument(
         "--train-images", type=int, metavar="N", help="a device's (default: 120 with --quick, else 480)"

@@ -18,20 +18,29 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from contract.console import say
 from contract.errors import DataError, ExportError
 from contract.training import PARAMETERS_NAME
+from exporter.split import create
+from tools import demo, demo_model
 from tools.reproduce_world import ROOT, alone, draw_key, made, members, unpack
 
 ARCHIVE, WEIGHTS = "data/pacs64.zip", "models/resnet18_64_tin200.safetensors"
 PUBLIC_ARCHIVE = "data/tinyimagenet_server.zip"
 PUBLIC_IMAGES = 64
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
-QUICK_DOMAINS = ("plain", "inverted", "tinted", "outlined")
-QUICK_DIGITS, QUICK_PER_CLASS = range(5), 30
+QUICK_DOMAINS = ("plain", "noisy", "tinted", "outlined")
+PRIVATE_DIGITS, PUBLIC_DIGITS, QUICK_PER_CLASS = range(5), range(5, 10), 40
+# SiLU: with ReLU two engines drift apart, as an input that is rounded to another side of 0 has another gradient.
+SMALL_ARGS = {
+    "small_images": True, "img_size": 32, "act_layer": "silu", "layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32),
+    "num_classes": len(PUBLIC_DIGITS),
+}  # fmt: skip
+PRETRAIN_STEPS, PRETRAIN_LIMIT_S = 100, 600.0
 TRAINED_ON = "pretrained_cfg_overlay={'mean': [0.485, 0.456, 0.406], 'std': [0.229, 0.224, 0.225]}"
 CUTS = {"layer1": 4, "layer3": 8}  # layers of ResNet-18 on the device
 SMALL_CUTS = {"layer1": 3, "layer3": 5}
@@ -129,13 +138,17 @@ class DomainWorld:
 
 
 def quick_domains(root: Path, train: int, test: int) -> DomainWorld:
-    """Digits 0 to 4 in four ways; seconds on two cores."""
-    # SiLU: with ReLU two engines drift apart, as an input that is rounded to another side of 0 has another gradient.
-    arguments = ("small_images=True", "act_layer=silu", "layers=(1,1,1,1)", "channels=(8,16,24,32)")
-    words = ("--model", "resnet18", *(word for each in arguments for word in ("--model-arg", each)))
-    note = f"scikit-learn's digits 0 to 4 in four ways, {train} training images a device, 32 px, a model from scratch"
-    world = DomainWorld("quick", root, words, SMALL_CUTS, QUICK_DOMAINS, train, test, note)
-    made(world.images, lambda path: _draw_digits(path, QUICK_DIGITS))
+    """Digits 0 to 4 in four ways; minutes on two cores."""
+    weights = root / "weights.safetensors"
+    words = [
+        "--model",
+        "resnet18",
+        *(word for each in SMALL_ARGS.items() for word in ("--model-arg", "=".join(map(str, each)))),
+    ]
+    words += ["--weights", str(weights)]
+    note = f"scikit-learn's digits 0 to 4 in four ways, {train} training images a device, 32 px; pre-trained on 5 to 9"
+    world = DomainWorld("quick", root, tuple(words), SMALL_CUTS, QUICK_DOMAINS, train, test, note)
+    made(world.images, _draw_domains)
     made(world.public, _draw_public)
     return world
 
@@ -174,59 +187,77 @@ def _pack(archive: Path, target: Path, pool: int | None) -> None:
                 packed.writestr(name.removeprefix("pacs64/"), source.read(name))
 
 
-def _digits() -> tuple[Pixels, NDArray[np.int64]]:
-    """Pictures (n, 32, 32) and what they show."""
+def _draw_digits(folder: Path, digits: range) -> None:
+    """Files WAY/DIGIT/NUMBER.png: no picture of a digit is drawn in two ways."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     small = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    large = [np.asarray(Image.fromarray(each).resize((32, 32), Image.Resampling.BICUBIC)) for each in small]
-    return np.stack(large), labels
-
-
-def _draw_public(folder: Path) -> None:
-    """Digits 5 to 9."""
-    folder.mkdir()
-    pixels, labels = _digits()
-    for number in np.flatnonzero(labels >= 5)[:PUBLIC_IMAGES]:
-        Image.fromarray(np.repeat(pixels[number][..., None], 3, 2)).save(folder / f"{number:04}.png")
-
-
-def _draw_digits(target: Path, digits: range) -> None:
-    pixels, labels = _digits()
     rng = np.random.default_rng(0)
     ways: dict[str, Callable[[Pixels], Pixels]] = {
         "plain": lambda grey: np.repeat(grey[..., None], 3, 2),
-        "inverted": lambda grey: np.repeat(255 - grey[..., None], 3, 2),
+        "noisy": lambda grey: _disturb(grey, rng),
         "tinted": lambda grey: _tint(grey, rng),
         "outlined": _outline,
     }
-    folder = target.with_name("digits")
     for digit in digits:
         chosen = np.flatnonzero(labels == digit)
-        for place, (way, draw) in enumerate(ways.items()):  # no digit is in two domains
+        for place, (way, draw) in enumerate(ways.items()):
             for number in chosen[place * QUICK_PER_CLASS : (place + 1) * QUICK_PER_CLASS]:
+                grey = np.asarray(Image.fromarray(small[number]).resize((32, 32), Image.Resampling.BICUBIC))
                 path = folder / way / str(digit) / f"{number:04}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(draw(pixels[number])).save(path)
+                Image.fromarray(draw(grey)).save(path)
+
+
+def _draw_domains(target: Path) -> None:
+    """An archive of the private digits."""
+    folder = target.with_name("digits")
+    _draw_digits(folder, PRIVATE_DIGITS)
     with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(folder.rglob("*.png")):
             archive.write(path, "/".join(path.parts[-3:]))
     shutil.rmtree(folder)
 
 
+def _draw_public(folder: Path) -> None:
+    """The public digits in all ways, as FOLDER/DIGIT/WAY-NUMBER.png."""
+    drawn = folder.with_name("public-digits")
+    _draw_digits(drawn, PUBLIC_DIGITS)
+    for path in sorted(drawn.rglob("*.png")):
+        way, digit, name = path.parts[-3:]
+        (folder / digit).mkdir(parents=True, exist_ok=True)
+        path.rename(folder / digit / f"{way}-{name}")
+    shutil.rmtree(drawn)
+
+
+def _pretrain(path: Path, public: Path) -> None:
+    """The owner's model: a classifier of the public digits."""
+    torch.manual_seed(0)
+    model = create("resnet18", False, SMALL_ARGS)
+    plan = demo_model.Pretraining(PRETRAIN_STEPS, PRETRAIN_LIMIT_S, 0)
+    demo_model.make_weights(path, model, public, demo.rule_of(model), plan)
+
+
 def _tint(pixels: Pixels, rng: np.random.Generator) -> Pixels:
-    """On a coloured ground, in another colour."""
-    ground, ink = rng.uniform(0, 255, (2, 3))
+    """In a bright colour on a dark one."""
+    ground, ink = rng.uniform(0, 100, 3), rng.uniform(140, 255, 3)
     share = pixels[..., None] / 255.0
     return (ground * (1 - share) + ink * share).astype(np.uint8)
 
 
+def _disturb(pixels: Pixels, rng: np.random.Generator) -> Pixels:
+    """Fainter, under noise."""
+    return np.clip(0.6 * pixels[..., None] + 40 + rng.normal(scale=40, size=(*pixels.shape, 3)), 0, 255).astype(
+        np.uint8
+    )
+
+
 def _outline(pixels: Pixels) -> Pixels:
-    """Dark lines where the grey value changes."""
+    """Bright lines where the grey value changes."""
     rows, columns = np.gradient(pixels.astype(np.float64))
     edges = np.hypot(rows, columns)
-    return np.repeat((255 - 255 * edges / max(edges.max(), 1.0)).astype(np.uint8)[..., None], 3, 2)
+    return np.repeat((255 * edges / max(edges.max(), 1.0)).astype(np.uint8)[..., None], 3, 2)
 
 
 def export_domain_package(world: DomainWorld, package: Package) -> Path:
@@ -239,6 +270,8 @@ def export_domain_package(world: DomainWorld, package: Package) -> Path:
         if world.shared is not None:
             _needed(world.shared / WEIGHTS)
             made(world.public, lambda path: _take_public(_needed(world.shared / PUBLIC_ARCHIVE), path))
+        else:
+            made(world.root / "weights.safetensors", lambda path: _pretrain(path, world.public))
         words = [
             sys.executable, "-m", "exporter.cli", *world.model, "--for", "prototypes", "--cuts",
             world.cuts[package.cut], "--distance", package.distance, "--count-step", package.count_step,

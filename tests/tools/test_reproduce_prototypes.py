@@ -34,9 +34,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> DomainWorld:
 
 def test_domains_show_different_digits_and_public_ones_are_of_none(world: DomainWorld) -> None:
     names = {domain: {name.split("/")[-1] for name in world.names(domain)} for domain in QUICK_DOMAINS}
-    assert all(len(each) == 150 for each in names.values())
-    assert not names["plain"] & names["inverted"] and world.classes == ("0", "1", "2", "3", "4")
-    assert len(list(world.public.glob("*.png"))) == 64
+    assert all(len(each) == 200 for each in names.values())
+    assert not names["plain"] & names["noisy"] and world.classes == ("0", "1", "2", "3", "4")
+    assert {path.parent.name for path in world.public.rglob("*.png")} == {"5", "6", "7", "8", "9"}
 
 
 def test_a_seed_draws_its_images_and_the_tested_ones_are_always_the_same(world: DomainWorld, tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_a_seed_draws_its_images_and_the_tested_ones_are_always_the_same(world: 
         drawn(world.train_folder(tmp_path / each, "plain", seed)) for each, seed in (("a", 0), ("b", 0), ("b", 1))
     )
     assert len(first) == 40 and first == again != other
-    assert len(drawn(world.test_folder(tmp_path / "a", "inverted"))) == 50
+    assert len(drawn(world.test_folder(tmp_path / "a", "noisy"))) == 50
     few = world.train_folder(tmp_path / "a", "plain", 0, ("0",))
     assert {path.name for path in few.iterdir()} == {"0"} and drawn(few) < first
-    assert world.devices("plain") == ("inverted", "tinted", "outlined")
+    assert world.devices("plain") == ("noisy", "tinted", "outlined")
 
 
 def test_the_full_world_is_made_of_the_archive_and_needs_it_no_more(tmp_path: Path) -> None:
