@@ -191,11 +191,13 @@ def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> byte
 
 
 def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
-    """Find out before the first export what leakage-profile thinks of its flags: it looks at a package last.
+    """Find out before the first export what leakage-profile thinks of its flags: of an empty manifest it complains last.
 
     Raises: UsageError.
     """
     nothing = scratch / "no package"
+    nothing.mkdir(exist_ok=True)
+    (nothing / MANIFEST_NAME).write_bytes(b"{}")
     code = _leakage_profile(nothing, plan, gate, scratch / LEAKAGE_NAME, quietly=True)
     if code != PackageError.exit_code:
         _leakage_profile(nothing, plan, gate, scratch / LEAKAGE_NAME)  # now for the reader
