@@ -191,7 +191,7 @@ def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> byte
 
 
 def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
-    """Find out before the first export what leakage-profile thinks of its flags: of an empty manifest it complains last.
+    """Find out before the first export what leakage-profile thinks of its flags: an empty manifest it sees last.
 
     Raises: UsageError.
     """
