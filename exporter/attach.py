@@ -44,9 +44,9 @@ class Attached:
 
 
 def read_signed(root: Path, signer: PrivateKey) -> Signed:
-    """Open a package that this key signed. Raises: PackageError; UsageError when another key signed it."""
+    """Open a package that this key signed. Raises: PackageError; UsageError for no package, or another key."""
     if not (root / MANIFEST_NAME).is_file():
-        raise PackageError(f"{root} is no package: it has no {MANIFEST_NAME}", _CURE)
+        raise UsageError(f"{root} is no package: it has no {MANIFEST_NAME}", _CURE)
     data, signature = _read(root / MANIFEST_NAME, LIMITS.size_bytes), _read(root / SIGNATURE_NAME, 4096)
     manifest, own = from_bytes(data), key_id(signer.public_key())
     if manifest.signer != own:

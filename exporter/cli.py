@@ -131,7 +131,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.list_splits is not None:
         return _list_splits(arguments.list_splits, _model_args(arguments.model_arg) or {}, arguments.format)
-    flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg), "max_leakage": arguments.max_leakage}
+    flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg)}
     is_auto = arguments.split == "auto"
     if is_auto:
         flags["split"] = None

@@ -67,7 +67,8 @@ def sent_of(plan: ExportPlan, is_fixed: bool) -> tuple[Kept, ...]:
 
 
 def candidates(plan: ExportPlan, gate: GatePlan, layouts: Sequence[TokenLayout], patches_most: int) -> list[ExportPlan]:
-    """One export for each cut, precision and choice of patches; all strengths of one are measured on it.
+    """One export for each cut, precision and choice of patches, without decoders for a preview, which only what is
+    published needs; all strengths of one are measured on it.
 
     `layouts` are the tokens at every cut of the model. Where a sweep would leave out patches that nothing can fill in
     (more than `patches_most`, or no class token to tell of them), it does not.
@@ -82,7 +83,7 @@ def candidates(plan: ExportPlan, gate: GatePlan, layouts: Sequence[TokenLayout],
             f"cut {beyond[0]} leaves nothing to the server: the model has {depth} layers", f"cuts are 1 to {depth - 1}"
         )
     return [
-        replace(plan, split=cut, int8=int8, sent_patches=sent, kappa=min(gate.strengths))
+        replace(plan, split=cut, int8=int8, sent_patches=sent, kappa=min(gate.strengths), preview=False)
         for cut in cuts
         for int8 in gate.precisions
         for sent in gate.sent

@@ -192,7 +192,7 @@ def plan_of(**changes: object) -> GatePlan:
 
 
 def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
-    plan = tiny.plan(Path("front"), kappa=0.3, kappa_max=0.7)
+    plan = tiny.plan(Path("front"), kappa=0.3, kappa_max=0.7, calibration="public", preview=True)
     assert strengths_of(plan, False) == (0.0, 0.25, 0.5, 0.7) and strengths_of(plan, True) == (0.3,)
     assert sent_of(plan, True) == ("all",) and sent_of(plan, False) == KEPT
     layouts = [TokenLayout(1, (4, 4), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
@@ -205,7 +205,7 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
         for int8 in (True, False)
         for sent in rules
     ]
-    assert {each.kappa for each in found} == {0.0}
+    assert {(each.kappa, each.preview) for each in found} == {(0.0, False)}
     fixed = candidates(plan, plan_of(cuts=(1,), sent=("quarter",), precisions=(True,)), layouts, 4)
     assert [(each.split, each.sent_patches) for each in fixed] == [(1, "quarter")]
     with pytest.raises(UsageError, match="cut 4 leaves nothing"):
