@@ -95,11 +95,12 @@ def check_graph(graph: Graph, role: str, cut: TrainingCut, tensors: Mapping[str,
         raise PackageError(f"{graph.name} asks for {min(unknown)}, which cut {cut.index} does not have", FETCH_AGAIN)
     new = {f"new:{name}" for name in cut.buffers}
     needed = {
-        "forward": {"z", *saved} | ({"loss"} if cut.loss != "none" else set()),
+        "forward": {"z", *saved} | ({"loss"} if cut.loss == "cross-entropy" else set()),
         "backward": {f"grad:{name}" for name in cut.trainable},
         "evaluate": {"z"},
     }[role]
-    allowed = needed | new if role == "forward" else needed
+    added = {"loss"} if cut.loss == "own-head" else set()
+    allowed = needed | new | added if role == "forward" else needed
     odd = (needed - graph.outputs.keys()) | (graph.outputs.keys() - allowed)
     if odd:
         raise PackageError(

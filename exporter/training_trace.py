@@ -107,12 +107,13 @@ def plain_copy(part: nn.Module) -> nn.Module:
 
 
 def trace_training(
-    part: nn.Module, input_shape: tuple[int, int, int], tensors: Tensors, class_count: int | None, kept_tokens: bool
-) -> Traced:
+    part: nn.Module, input_shape: tuple[int, int, int], tensors: Tensors, class_count: int | None, kept_tokens: bool,
+    adds_loss: bool = False,
+) -> Traced:  # fmt: skip
     """Forward, loss where there is one, running statistics, and the gradient of every trainable tensor.
 
     `part` is a plain copy, its modules in the modes to be traced. With a class count the loss is the cross-entropy of
-    its logits; a part that returns (z, loss) brings its own.
+    its logits; a part that returns (z, loss) brings its own, which is all of it unless it `adds_loss` to a head's.
 
     Raises ExportError when torch cannot trace the part or its gradients.
     """
@@ -120,7 +121,7 @@ def trace_training(
     norms = _Norms()
     with example.mode, _plain_attention(), _explained():
         z, own_loss = example.run(norms)
-    if class_count is None and own_loss is None:
+    if class_count is None and (own_loss is None or adds_loss):
         with example.mode:
             example.inputs[GRADIENT] = torch.empty(z.shape)
     outputs: list[str] = []
@@ -132,8 +133,9 @@ def trace_training(
         z, loss = example.run(norms, {**given, **leaves})
         if class_count is not None:
             loss = -(given[TARGETS] * torch.log_softmax(z, dim=1)).sum(1).mean(0)
-        seed = (z, given[GRADIENT]) if loss is None else (loss, None)
-        gradients = torch.autograd.grad(seed[0], list(leaves.values()), seed[1], allow_unused=True)
+        seeds = {} if loss is None else {loss: None}
+        seeds |= {z: given[GRADIENT]} if GRADIENT in given else {}
+        gradients = torch.autograd.grad(list(seeds), list(leaves.values()), list(seeds.values()), allow_unused=True)
         unused = [name for name, each in zip(leaves, gradients, strict=True) if each is None]
         if unused:
             raise ExportError(
