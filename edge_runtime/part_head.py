@@ -32,6 +32,11 @@ class PartHead:
         self._optimiser = Optimiser(rule, {})
         self._gradient: dict[str, Floats] | None = None  # of the batch whose loss was taken
 
+    @property
+    def run(self) -> str:
+        """The run that it was begun for, "" before the first."""
+        return self._run
+
     def begin(self, run: str) -> None:
         """A new head for a new run."""
         self._run, self._tensors, self._gradient = run, {}, None

@@ -116,6 +116,12 @@ class PartStore:
         found = read_or_set_aside(path, from_bytes, self._say) if path.exists() else None
         return found[0] if found is not None and (found[0].run, found[1]) == (run, ask) else None
 
+    def last_round(self, run: str) -> PartCheckpoint | None:
+        """The newest local round of a run, whatever was asked."""
+        path = self._folder / "round.safetensors"
+        found = read_or_set_aside(path, from_bytes, self._say) if path.exists() else None
+        return found[0] if found is not None and found[0].run == run else None
+
     def keep_round(self, ask: str, checkpoint: PartCheckpoint) -> None:
         """Replace the round that is under way. Raises: DeviceError when the disk refuses."""
         write_durably(self._folder / "round.safetensors", to_bytes(checkpoint, ask))

@@ -56,9 +56,9 @@ class SkipNetwork(nn.Module):
         blocks = _blocks(self.backbone)
         self._gamma = choices.complexity
         widths, strides = _maps(self.backbone)  # of x_0 .. x_L
+        self.act = copy.deepcopy(getattr(blocks[-1], _last_activation(blocks[-1])))
         for block in blocks:
             setattr(block, _last_activation(block), nn.Identity())
-        self.act = nn.ReLU()
         depth = len(blocks)
         self.sources = [range(max(0, z - choices.skips), z) for z in range(1, depth + 1)]
         self.alpha = nn.Parameter(torch.full((depth,), choices.start_alpha))

@@ -23,6 +23,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An inline SVG of our own making, as `pictures` gives it; it is not escaped."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True)
 class Results:
     """One page. `facts` are (name, value) pairs shown first; `notes` are paragraphs shown last."""
 
@@ -30,6 +38,7 @@ class Results:
     facts: tuple[tuple[str, Cell], ...]
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 _STYLE = """
@@ -54,7 +63,8 @@ def to_html(results: Results) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}{notes}</html>\n"
+        f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}"
+        f"{''.join(map(_picture, results.pictures))}{notes}</html>\n"
     )
 
 
@@ -84,6 +94,10 @@ def _table(table: Table) -> str:
     )
     note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
     return f'<h2>{html.escape(table.title)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}'
+
+
+def _picture(picture: Picture) -> str:
+    return f'<h2>{html.escape(picture.title)}</h2><div class="scroll">{picture.svg}</div>'
 
 
 def _cell(value: Cell, is_share: bool) -> str:

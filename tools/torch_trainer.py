@@ -43,6 +43,8 @@ def open_torch_trainer(
 def part_of(model: nn.Module, cut: TrainingCut, class_count: int | None) -> nn.Module:
     """A copy of the layers of a cut; with a new head where the loss is the part's own."""
     whole = copy.deepcopy(model)
+    if cut.loss == "own-head":
+        return whole
     if cut.loss == "none":
         part: nn.Module = family_of(whole)[1].cut(whole, cut.index)[0]
         return part
@@ -75,6 +77,7 @@ class TorchTrainer:
         self._before = [each.clone() for each in self._statistics]
         self._after = [each.clone() for each in self._statistics]
         self._output: Tensor | None = None  # z, or the loss where it is the part's own
+        self._added: list[Tensor] = []  # a loss that is added to that of a head behind z
         self._has_gradients = False
 
     def forward(self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None) -> Forward:
@@ -96,9 +99,10 @@ class TorchTrainer:
             if self._statistics:
                 torch._foreach_copy_(self._after, self._statistics)
                 torch._foreach_copy_(self._statistics, self._before)
-        if self.cut.loss == "none":
+        if self.cut.loss != "cross-entropy":
+            z, *self._added = z if isinstance(z, tuple) else (z,)
             self._output = z
-            return Forward(_array(z), None)
+            return Forward(_array(z), float(self._added[0].detach()) if self._added else None)
         assert targets is not None
         self._output = functional.cross_entropy(z, torch.from_numpy(targets).to(self._device))
         loss = float(self._output.detach())
@@ -112,8 +116,8 @@ class TorchTrainer:
             raise ValueError("backward without a forward")
         output, self._output = self._output, None
         seed = None if grad_z is None else torch.from_numpy(np.ascontiguousarray(grad_z)).to(self._device)
-        torch.autograd.backward(output, seed)
-        self._has_gradients = True
+        torch.autograd.backward([output, *self._added], [seed, *(None for _ in self._added)])
+        self._added, self._has_gradients = [], True
 
     def step(self, learning_rate: float) -> StepFacts:
         """Move the trainable tensors and commit the batch's statistics.
@@ -138,7 +142,7 @@ class TorchTrainer:
 
     def discard(self) -> None:
         """Drop a batch that was begun."""
-        self._output, self._has_gradients = None, False
+        self._output, self._added, self._has_gradients = None, [], False
         self._optimiser.zero_grad(set_to_none=True)
 
     @torch.no_grad()

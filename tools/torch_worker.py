@@ -346,6 +346,9 @@ class MemoryStore(PartStore):
     def read_round(self, run: str, ask: str) -> PartCheckpoint | None:
         return None
 
+    def last_round(self, run: str) -> PartCheckpoint | None:
+        return None  # the keeper lives as long as the run
+
     def keep_round(self, ask: str, checkpoint: PartCheckpoint) -> None:
         """A round is not interrupted here."""
 
