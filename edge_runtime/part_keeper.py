@@ -112,14 +112,14 @@ class PartKeeper:
         key = (run, ask.ask, content_of(ask))
         if self._answered is None or self._answered[0] != key:
             self._answered = None  # if it fails, the state is between two answers
-            self._answered = (key, self._follow(ask, run))
+            self._answered = (key, self._follow(ask, run, key[2]))
         return self._answered[1]
 
-    def _follow(self, ask: Ask, run: str) -> Message:
+    def _follow(self, ask: Ask, run: str, content: str) -> Message:
         if ask.kind == "load_part":
             return self._load(ask, run)
         if ask.kind == "local_round":
-            return self._train_round(ask, run)
+            return self._train_round(ask, run, content)
         place = self._reach(run, int(ask.parameters["after"]), int(ask.parameters.get("batch", 0)), ask.kind)
         if place is None:
             return Checkpoints(ask.ask, self._store.steps(run))
@@ -271,7 +271,7 @@ class PartKeeper:
 
     # -- a round of its own
 
-    def _train_round(self, ask: Ask, run: str) -> Update:
+    def _train_round(self, ask: Ask, run: str, content: str) -> Update:
         """Epochs `epoch` to `epoch + epochs - 1` on the ask's parameters, with a fresh optimiser; an interrupted round
         goes on at the epoch that it was in."""
         numbers = ask.parameters
@@ -284,7 +284,7 @@ class PartKeeper:
             raise RemoteProtocolError(f"ask {ask.ask}: cut {cut} has no loss of its own to train by", START_ANEW)
         trainer = self._load_into(cut, ask)
         self._place = None  # the trainer is used for the round
-        done, sums, content = 0, _Sums(), f"{ask.ask} {content_of(ask)}"
+        done, sums, content = 0, _Sums(), f"{ask.ask} {content}"
         resumed = self._store.read_round(run, content)
         own_head = None
         if trainer.cut.loss == "own-head":
@@ -303,10 +303,11 @@ class PartKeeper:
                 else:
                     _descend_with(own_head, trainer, batch, rate, sums)
                 self._tick(len(batch.labels))
-            head = {} if own_head is None else own_head.state()
-            so_far = (sums.loss, sums.correct, sums.count)
-            kept = PartCheckpoint(run, epoch - first + 1, cut, so_far, trainer.state(), head)
-            self._store.keep_round(content, kept)
+            if self._store.keeps_rounds:
+                head = {} if own_head is None else own_head.state()
+                so_far = (sums.loss, sums.correct, sums.count)
+                kept = PartCheckpoint(run, epoch - first + 1, cut, so_far, trainer.state(), head)
+                self._store.keep_round(content, kept)
         return self._update(ask, trainer, sums)
 
     def _descend(self, trainer: Trainer, batch: Batch, rate: float, sums: _Sums) -> None:

@@ -101,7 +101,9 @@ class SkipNetwork(nn.Module):
         Divided by the whole, as raw counts would drown the cross-entropy. Within a softmax the second sum only prefers
         the larger skips.
         """
-        return (torch.sigmoid(self.alpha) * self.block_shares).sum() - (torch.cat(self.shares()) * self.skip_shares).sum()
+        return (torch.sigmoid(self.alpha) * self.block_shares).sum() - (
+            torch.cat(self.shares()) * self.skip_shares
+        ).sum()
 
     def _stem(self, images: Tensor) -> Tensor:
         net = self.backbone

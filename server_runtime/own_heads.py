@@ -126,7 +126,9 @@ class OwnHeads:
         numbers = {"cut": cut.index, "epoch": self.epoch + 1, "epochs": epochs, "size": s.batch, "seed": s.seed}
         quorum = min(s.quorum, len(asked)) or None
         self._count += 1
-        replies = yield Ask(f"local-{self._count}-{self._step}", "local_round", asked, numbers | {"rate": rate}, None, quorum)
+        replies = yield Ask(
+            f"local-{self._count}-{self._step}", "local_round", asked, numbers | {"rate": rate}, None, quorum
+        )
         result = Answered(bytes_down=sum(_bytes(part) for part in asked.values()))
         for member in self.members.values():
             if quorum is None or member.device in replies:

@@ -44,7 +44,12 @@ FIELDS = (
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
     Field("quorum", int, 0, "the same: so many devices are enough for a round when the others are away; 0: all"),
-    Field("threshold", str, "auto", "eeft: devices this near in their utilisation factors are averaged (0: none, inf: all)"),
+    Field(
+        "threshold",
+        str,
+        "auto",
+        "eeft: devices this near in their utilisation factors are averaged (0: none, inf: all)",
+    ),
     Field("alone", int, 3, "eeft: rounds in which a device is averaged with nobody"),
     Field(
         "cuts",

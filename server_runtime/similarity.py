@@ -1,6 +1,6 @@
-"""Which devices' modules are averaged for whom: distances of utilisation factors, and the threshold between near and far.
+"""Which devices' modules are averaged for whom: distances of utilisation factors, and the threshold of nearness.
 
-Pure (algorithms.md 2.1, 2.2). Neighbourhood is each device's own and not transitive: a is near b, b near c, a not near c.
+Pure (algorithms.md 2.1, 2.2). Neighbourhood is each device's own and not transitive: a near b, b near c, a far from c.
 """
 
 from __future__ import annotations

@@ -33,8 +33,22 @@ from tools.reproduce_world import ROOT, alone
 ROW_SCHEMA = 1
 SCENARIOS = {"quick": ("user", "task"), "full": ("task", "user", "environment")}
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
-    "quick": {"seeds": [0], "rounds": 6, "batch": 16, "learning_rate": 0.05, "engine": "onnxruntime"},
-    "full": {"seeds": [0, 1, 2], "rounds": 20, "batch": 32, "learning_rate": 0.05, "engine": "torch"},
+    "quick": {
+        "seeds": [0],
+        "rounds": 12,
+        "batch": 16,
+        "learning_rate": 0.1,
+        "body_learning_rate": 0.02,
+        "engine": "onnxruntime",
+    },
+    "full": {
+        "seeds": [0, 1, 2],
+        "rounds": 10,
+        "batch": 32,
+        "learning_rate": 0.05,
+        "body_learning_rate": 0.01,
+        "engine": "torch",
+    },
 }
 
 
@@ -47,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
     if options.prepare:
         prepare(world, cells)
         return 0
-    rates = EeftRates(options.rounds, options.batch, options.learning_rate, options.alone)
+    rates = EeftRates(
+        options.rounds, options.local_epochs, options.batch, options.learning_rate, options.body_learning_rate,
+        options.alone,
+    )  # fmt: skip
     laboratory = EeftLaboratory(world, options.engine, rates, options.threads)
     rows = []
     for number, cell in enumerate(cells, start=1):
@@ -69,9 +86,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ablations", action="store_true", help=f"add {','.join(ABLATED)} (scenario task, first seed)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="SCENARIO/METHOD/SEED", help="one row instead of the lists' product")
-    parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 20")
+    parser.add_argument("--rounds", type=int, help="default: 12 with --quick, else 10")
+    parser.add_argument(
+        "--local-epochs", type=int, help="epochs of a device in one round (default: the scenario's, 1 or 3)"
+    )
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
     parser.add_argument("--learning-rate", type=float, help="of sgd with momentum 0.5 (default: 0.05)")
+    parser.add_argument(
+        "--body-learning-rate", type=float, help="of methods that train the whole model (default: 0.01)"
+    )
     parser.add_argument("--alone", type=int, default=3, help="rounds before EEFT averages (default: %(default)s)")
     parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
@@ -113,11 +136,14 @@ def check(options: argparse.Namespace) -> None:
         raise UsageError("--shared belongs to the full reproduction", "leave out --quick, or --shared")
     lowest = {"rounds": 1, "batch": 1, "threads": 1, "alone": 0}
     values = [(name, getattr(options, name), least) for name, least in lowest.items()]
+    values += [] if options.local_epochs is None else [("local-epochs", options.local_epochs, 1)]
     for flag, value, least in [*values, *(("seeds", seed, 0) for seed in options.seeds)]:
         if not least <= value <= INT_MAX:
             raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
-    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+    for name in ("learning_rate", "body_learning_rate"):
+        rate = getattr(options, name)
+        if not (math.isfinite(rate) and rate > 0):
+            raise UsageError(f"--{name.replace('_', '-')} should be more than 0, found {rate}", "correct it")
 
 
 def cells_of(options: argparse.Namespace) -> list[EeftCell]:
@@ -179,7 +205,9 @@ def finish(
     digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
     head: Row = {
         "row_schema": ROW_SCHEMA, "study": "eeft", "world": world.name, "engine": options.engine,
-        "rounds": options.rounds, "batch": options.batch, "learning_rate": options.learning_rate,
+        "rounds": options.rounds, "batch": options.batch,
+        "local_epochs": options.local_epochs or world.scenarios[cell.scenario].local_epochs,
+        "learning_rate": options.body_learning_rate if METHODS[cell.method].modules is None else options.learning_rate,
         "alone": options.alone, "package_digest": digest, **vars(cell),
     }  # fmt: skip
     row = finished(path, head)
@@ -224,8 +252,9 @@ def document_of(options: argparse.Namespace, world: EeftWorld, rows: Sequence[Ro
     """What --format json prints."""
     return {
         "study": "eeft", "world": world.name, "data": "; ".join(each.note for each in world.scenarios.values()),
-        "engine": options.engine, "rounds": options.rounds, "batch": options.batch,
-        "learning_rate": options.learning_rate, "alone": options.alone,
+        "engine": options.engine, "rounds": options.rounds, "local_epochs": options.local_epochs or "the scenario's",
+        "batch": options.batch, "learning_rate": options.learning_rate,
+        "body_learning_rate": options.body_learning_rate, "alone": options.alone,
         "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
     }  # fmt: skip
 

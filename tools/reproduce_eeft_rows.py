@@ -64,6 +64,7 @@ class Method:
 OWN = ModuleChoices()
 METHODS: Mapping[str, Method] = {
     "eeft": Method("eeft", OWN),
+    "eeft-alpha3": Method("eeft", replace(OWN, start_alpha=3.0)),
     "fine-tuning": Method("fine_tuning"),
     "fedavg": Method("fed_avg_own_heads"),
     "eeft-all": Method("eeft", OWN, "inf"),
@@ -74,10 +75,9 @@ METHODS: Mapping[str, Method] = {
     "eeft-k5": Method("eeft", replace(OWN, skips=5)),
     "eeft-k7": Method("eeft", replace(OWN, skips=7)),
     "eeft-ce": Method("eeft", replace(OWN, complexity=0.0)),
-    "eeft-alpha3": Method("eeft", replace(OWN, start_alpha=3.0)),
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
 }
-COMPARED = ("eeft", "fine-tuning", "fedavg", "eeft-all", "fedmtl", "masking")
+COMPARED = ("eeft", "eeft-alpha3", "fine-tuning", "fedavg", "eeft-all", "fedmtl", "masking")
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 
 
@@ -95,8 +95,10 @@ class EeftRates:
     """What is the same for all rows."""
 
     rounds: int
+    local_epochs: int | None  # None: the scenario's
     batch: int
-    learning_rate: float
+    learning_rate: float  # of modules
+    body_learning_rate: float  # where the whole model is trained
     alone: int
 
 
@@ -179,9 +181,12 @@ class EeftLaboratory:
             name: self._make_device(name, group, cell, scenario, module, installed)
             for name, group in sorted(scenario.devices.items())
         }
+        local_epochs = self._rates.local_epochs or scenario.local_epochs
+        rate = self._rates.body_learning_rate if method.modules is None else self._rates.learning_rate
         settings = Settings(
-            LABEL_MODE, 0.0, self._rates.rounds, 0, 0.0, cell.seed, batch=self._rates.batch,
-            learning_rate=self._rates.learning_rate, threshold=method.threshold, alone=self._rates.alone,
+            LABEL_MODE, 0.0, self._rates.rounds * local_epochs, 0, 0.0, cell.seed,
+            batch=self._rates.batch, learning_rate=rate, local_epochs=local_epochs,
+            threshold=method.threshold, alone=self._rates.alone,
         )  # fmt: skip
         strategy = strategies.find(method.strategy).build(released, settings)
         answers = Noted(devices, Terms(RUN, SITE, method.strategy, LABEL_MODE, 0.0, cell.seed))

@@ -36,7 +36,8 @@ def cell_of(rows: Sequence[Row]) -> Row:
         "accuracy": spread([row["accuracy"] for row in rows]),
         "trained": spread([row["trained_accuracy"] for row in rows]),
         "by_group": {
-            name: statistics.fmean(row["accuracy_by_group"][name] for row in rows) for name in first["accuracy_by_group"]
+            name: statistics.fmean(row["accuracy_by_group"][name] for row in rows)
+            for name in first["accuracy_by_group"]
         },
         "groups": statistics.fmean(agreed) if agreed else None,
         "bytes_up": statistics.fmean(row["bytes_up_device_round"] for row in rows),
@@ -96,13 +97,13 @@ def results_of(document: Row) -> Results:
         )
         for row in document["rows"]
     )
-    facts = ("data", "rounds", "batch", "learning_rate", "alone", "engine")
+    facts = ("data", "rounds", "local_epochs", "batch", "learning_rate", "body_learning_rate", "alone", "engine")
     return Results(
         title="EEFT and what it is compared to",
         facts=tuple((name.replace("_", " "), document[name]) for name in facts),
         tables=(
             Table(
-                "Accuracy in %, mean and standard deviation over seeds; MB of a device and round; millions of parameters",
+                "Accuracy in %, mean and standard deviation over seeds; MB of a device and round; M parameters",
                 ("scenario, method", "seeds", "accuracy", "before averaging", "by group", "groups found", "MB up",
                  "MB down", "parameters", "seconds"),
                 cells,

@@ -21,6 +21,7 @@ import torch
 
 from contract.console import say
 from contract.errors import DataError, ExportError
+from contract.signature import generate, save_private, save_public
 from exporter.plan import ModuleChoices
 from exporter.split import create
 from tools import demo, demo_data, demo_model
@@ -57,6 +58,7 @@ class Scenario:
 
     name: str
     groups: tuple[Group, ...]
+    local_epochs: int  # of a round
     note: str
 
     @property
@@ -129,9 +131,11 @@ def full_world(root: Path, shared: Path) -> EeftWorld:
         Group("digits", "digits", DIGITS, 5, 90),
     ]
     scenarios = [
-        Scenario("user", tuple(types), "CIFAR-10, 5 types of 2 classes on 4 devices each, 500 images a device"),
-        Scenario("environment", tuple(domains), "PACS, 4 domains on 5 devices each, about 150 images a device"),
-        Scenario("task", tuple(tasks), "CIFAR-10, PACS-photo and digits on 5 devices each, 150 to 200 images a device"),
+        Scenario("user", tuple(types), 1, "CIFAR-10, 5 types of 2 classes on 4 devices each, 500 images a device"),
+        Scenario("environment", tuple(domains), 3, "PACS, 4 domains on 5 devices each, about 150 images a device"),
+        Scenario(
+            "task", tuple(tasks), 3, "CIFAR-10, PACS-photo and digits on 5 devices each, 150 to 200 images a device"
+        ),
     ]
     arguments = {"num_classes": 200, "img_size": 64, "pretrained_cfg_overlay": TRAINED_ON}
     world = EeftWorld("full", root, "resnet18", arguments, shared / WEIGHTS, {each.name: each for each in scenarios})
@@ -158,11 +162,12 @@ def quick_world(root: Path) -> EeftWorld:
     users = [Group("type-1", "digits", ("5", "6"), 3, 90), Group("type-2", "digits", ("7", "8"), 3, 90)]
     tasks = [Group("three", "digits", ("5", "6", "7"), 3, 60), Group("two", "digits", ("8", "9"), 3, 60)]
     scenarios = [
-        Scenario("user", tuple(users), "scikit-learn's digits 5 and 6, 7 and 8 on three devices each, 32 px"),
-        Scenario("task", tuple(tasks), "scikit-learn's digits 5 to 7, 8 and 9 on three devices each, 32 px"),
+        Scenario("user", tuple(users), 3, "scikit-learn's digits 5 and 6, 7 and 8 on three devices each, 32 px"),
+        Scenario("task", tuple(tasks), 3, "scikit-learn's digits 5 to 7, 8 and 9 on three devices each, 32 px"),
     ]
     arguments = {
-        "small_images": True, "act_layer": "silu", "layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32), "num_classes": 5,
+        "small_images": True, "act_layer": "silu", "layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32),
+        "num_classes": 5,
     }  # fmt: skip
 
     def pretrain(path: Path) -> None:
@@ -229,8 +234,13 @@ def pack_digits(archive: zipfile.ZipFile, folder: Path) -> None:
 
 def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
     """The signed package and its backend by the real exporter, once. Raises: ExportError."""
-    front = world.package(modules)
-    with alone(world.root / "making"):  # the first export makes the key
+    front, key = world.package(modules), world.publisher.with_name("signing-key.pem")
+    with alone(world.root / "making"):
+        if not key.exists():  # here, so that several commands can export at once
+            made_key = generate()
+            save_public(world.publisher, made_key.public_key())
+            save_private(key, made_key)
+    with alone(world.root / "locks" / front.name):
         if (front / "manifest.json").exists() and front.with_name(f"{front.name}.backend").exists():
             return front
         say(f"== export {front.name}")
@@ -242,7 +252,7 @@ def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
         words = [
             sys.executable, "-m", "exporter.cli", "--model", world.model, *arguments, "--weights", world.weights,
             *kind, "--release-whole-model", "--augment", "crop=4,flip" if world.name == "full" else "crop=2",
-            "--seed", 0, "-o", front,
+            "--signing-key", key, "--seed", 0, "-o", front,
         ]  # fmt: skip
         code = subprocess.run([str(word) for word in words], stdout=sys.stderr, cwd=ROOT).returncode
     if code:

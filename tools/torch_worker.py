@@ -324,6 +324,8 @@ class PartDevice:
 class MemoryStore(PartStore):
     """The newest part, in memory: nobody is killed in a simulation, and a disk would be waited for."""
 
+    keeps_rounds = False
+
     def __init__(self) -> None:
         self._held: dict[str, PartCheckpoint] = {}
 
@@ -348,9 +350,6 @@ class MemoryStore(PartStore):
 
     def last_round(self, run: str) -> PartCheckpoint | None:
         return None  # the keeper lives as long as the run
-
-    def keep_round(self, ask: str, checkpoint: PartCheckpoint) -> None:
-        """A round is not interrupted here."""
 
 
 def make_part_device(

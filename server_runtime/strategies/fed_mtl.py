@@ -23,7 +23,7 @@ TEMPERATURE = 0.1  # T; cosines of updates to one task are some tenths above tho
 def combine(rounds: OwnHeads, answered: Answered) -> Mapping[str, Metric]:
     """Each device's own mean."""
     devices = list(answered.parts)
-    w = weights([_update(answered.parts[device], rounds.part_of(device)) for device in devices])  # (N, N)
+    w = weights(np.stack([_update(answered.parts[device], rounds.part_of(device)) for device in devices]))  # (N, N)
     mixed: list[dict[str, np.ndarray]] = [{} for _ in devices]
     for name, value in rounds.released.initial.items():
         stacked = np.stack([answered.parts[device][name].reshape(-1) for device in devices])  # (N, size)
@@ -34,10 +34,11 @@ def combine(rounds: OwnHeads, answered: Answered) -> Mapping[str, Metric]:
     return {"own_weight": float(w.diagonal().mean())}
 
 
-def weights(updates: list[np.ndarray]) -> np.ndarray:
-    """(N, N) float32, rows sum to 1. An update of nothing is like no other."""
-    norms = np.array([max(float(np.linalg.norm(u)), 1e-12) for u in updates])
-    cosines = np.array([[float(a @ b) for b in updates] for a in updates]) / np.outer(norms, norms)
+def weights(updates: np.ndarray) -> np.ndarray:
+    """Of updates (N, P): (N, N) float32, rows sum to 1. An update of nothing is like no other."""
+    products = (updates @ updates.T).astype(np.float64)
+    norms = np.sqrt(np.maximum(products.diagonal(), 1e-24))
+    cosines = products / np.outer(norms, norms)
     powers = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / TEMPERATURE)
     found: np.ndarray = (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
     return found
