@@ -77,7 +77,7 @@ METHODS: Mapping[str, Method] = {
     "eeft-ce": Method("eeft", replace(OWN, complexity=0.0)),
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
 }
-COMPARED = ("eeft", "eeft-alpha3", "fine-tuning", "fedavg", "eeft-all", "fedmtl", "masking")
+COMPARED = ("eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-alpha3", "fedmtl", "masking")
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 
 
@@ -105,7 +105,7 @@ class EeftRates:
 @dataclass(frozen=True)
 class Round:
     """One round: mean training loss, test accuracy by group (mean over its devices), bytes of tensors of all devices
-    both ways, and for EEFT the threshold and each device's group number."""
+    both ways, and for EEFT each device's alpha, the threshold (None: infinite, or too early) and group numbers."""
 
     epoch: int
     loss: float
@@ -113,6 +113,7 @@ class Round:
     bytes_up: int
     bytes_down: int
     masked_bytes_up: int | None
+    alphas: dict[str, list[float]] | None
     threshold: float | None
     groups: dict[str, int] | None
     seconds: float
@@ -193,15 +194,15 @@ class EeftLaboratory:
         judge = Judge(module, scenario, self, installed.manifest.image, devices)
         stages = Stages(probe().meter, time.monotonic)
         curve: list[Round] = []
-        begun_s, last = time.monotonic(), {}
+        begun_s = time.monotonic()
 
         def note(values: Mapping[str, Metric]) -> None:
-            nonlocal begun_s, last
+            nonlocal begun_s
             stages.sample()
             seconds = time.monotonic() - begun_s
             accuracy = judge.by_group({name: strategy.part_of(name) for name in devices})
             curve.append(round_of(values, accuracy, seconds))
-            begun_s, last = time.monotonic(), dict(values)
+            begun_s = time.monotonic()
 
         with stages.measure("train"):
             adapt(strategy, answers, Site(SITE, tuple(sorted(devices)), 0), note)
@@ -209,7 +210,7 @@ class EeftLaboratory:
         cost = stages.total()
         trained = judge.by_group(answers.trained)
         return found_of(
-            curve, trained, last, scenario, devices, released, strategy,
+            curve, trained, scenario, devices, released, strategy,
             training_device=f"{self._engine} on {device_name(self._device)}",
             seconds=round(time.monotonic() - started_s, 2), energy_j=cost.energy_j, energy_bound_j=cost.bound_j,
             energy_quality=cost.reason or stages.scope,
@@ -319,28 +320,28 @@ class Judge:
 
 def round_of(values: Mapping[str, Metric], accuracy: dict[str, float], seconds: float) -> Round:
     """A record of the strategy with what was measured beside it."""
-    groups = values.get("groups")
+    groups, alphas = values.get("groups"), values.get("alpha")
     threshold, masked = values.get("threshold"), values.get("masked_bytes_up")
     return Round(
         int(values["epoch"] or 0), float(values["loss"] or 0.0), accuracy, int(values["bytes_up"] or 0),
         int(values["bytes_down"] or 0), None if masked is None else int(masked),
+        None if alphas is None else json.loads(str(alphas)),
         None if threshold is None else float(threshold), None if groups is None else json.loads(str(groups)),
         round(seconds, 3),
     )  # fmt: skip
 
 
 def found_of(
-    curve: list[Round], trained: dict[str, float], last: Mapping[str, Metric], scenario: Scenario,
+    curve: list[Round], trained: dict[str, float], scenario: Scenario,
     devices: Mapping[str, PartDevice], released: Released, strategy: OwnHeads, **measured: Any,
 ) -> EeftFound:  # fmt: skip
     """The row; bytes of a round are those of the last, which goes both ways."""
     end, count = curve[-1], len(devices)
     up = end.bytes_up if end.masked_bytes_up is None else end.masked_bytes_up
-    alphas = last.get("alpha")
     return EeftFound(
         accuracy=float(np.mean(list(end.accuracy.values()))), accuracy_by_group=end.accuracy,
         trained_accuracy=float(np.mean(list(trained.values()))), trained_by_group=trained, curve=tuple(curve),
-        alphas=None if alphas is None else json.loads(str(alphas)),
+        alphas=end.alphas,
         devices={name: group.name for name, group in scenario.devices.items()},
         images=sum(len(device.dataset.samples) for device in devices.values()),
         bytes_up_device_round=up / count, bytes_down_device_round=end.bytes_down / count,

@@ -45,7 +45,7 @@ def combine(rounds: OwnHeads, answered: Answered) -> Mapping[str, Metric]:
         averaged[key] = averaged.get(key) or average(rounds.released.initial, chosen, [1.0] * len(chosen))
         rounds.members[device].part = averaged[key]
     numbers = dict(zip(ready, groups(near), strict=True))
-    return {"alpha": told, "threshold": float(min(tau, np.finfo(np.float32).max)), "groups": json.dumps(numbers)}
+    return {"alpha": told, "threshold": tau if np.isfinite(tau) else None, "groups": json.dumps(numbers)}
 
 
 def build(released: Released, settings: Settings) -> OwnHeads:
