@@ -1,4 +1,4 @@
-"""Rounds of devices with heads of their own: EEFT's selective average and what it is compared to (algorithms.md 2.4)."""
+"""Rounds of devices with heads of their own: EEFT and what it is compared to (algorithms.md 2.4)."""
 
 from __future__ import annotations
 
