@@ -35,7 +35,7 @@ SCENARIOS = {"quick": ("user", "task"), "full": ("task", "user", "environment")}
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {
         "seeds": [0],
-        "rounds": 12,
+        "rounds": 10,
         "batch": 16,
         "learning_rate": 0.1,
         "body_learning_rate": 0.02,
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ablations", action="store_true", help=f"add {','.join(ABLATED)} (scenario task, first seed)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="SCENARIO/METHOD/SEED", help="one row instead of the lists' product")
-    parser.add_argument("--rounds", type=int, help="default: 12 with --quick, else 10")
+    parser.add_argument("--rounds", type=int, help="default: 10 with --quick, else 10")
     parser.add_argument(
         "--local-epochs", type=int, help="epochs of a device in one round (default: the scenario's, 1 or 3)"
     )

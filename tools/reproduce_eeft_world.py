@@ -158,12 +158,12 @@ def full_world(root: Path, shared: Path) -> EeftWorld:
 
 
 def quick_world(root: Path) -> EeftWorld:
-    """Digits on six devices, around a ResNet that is pre-trained here on other digits."""
-    users = [Group("type-1", "digits", ("5", "6"), 3, 90), Group("type-2", "digits", ("7", "8"), 3, 90)]
-    tasks = [Group("three", "digits", ("5", "6", "7"), 3, 60), Group("two", "digits", ("8", "9"), 3, 60)]
+    """Digits on four devices, around a ResNet that is pre-trained here on other digits."""
+    users = [Group("type-1", "digits", ("5", "6"), 2, 50), Group("type-2", "digits", ("7", "8"), 2, 50)]
+    tasks = [Group("three", "digits", ("5", "6", "7"), 2, 50), Group("two", "digits", ("8", "9"), 2, 50)]
     scenarios = [
-        Scenario("user", tuple(users), 3, "scikit-learn's digits 5 and 6, 7 and 8 on three devices each, 32 px"),
-        Scenario("task", tuple(tasks), 3, "scikit-learn's digits 5 to 7, 8 and 9 on three devices each, 32 px"),
+        Scenario("user", tuple(users), 3, "scikit-learn's digits 5 and 6, 7 and 8 on two devices each, 32 px"),
+        Scenario("task", tuple(tasks), 3, "scikit-learn's digits 5 to 7, 8 and 9 on two devices each, 32 px"),
     ]
     arguments = {
         "small_images": True, "act_layer": "silu", "layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32),
