@@ -45,7 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
         "seeds": [0, 1, 2],
         "rounds": 10,
         "batch": 32,
-        "learning_rate": 0.05,
+        "learning_rate": 0.1,
         "body_learning_rate": 0.01,
         "engine": "torch",
     },
@@ -91,10 +91,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--local-epochs", type=int, help="epochs of a device in one round (default: the scenario's, 1 or 3)"
     )
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
-    parser.add_argument("--learning-rate", type=float, help="of sgd with momentum 0.5 (default: 0.05)")
-    parser.add_argument(
-        "--body-learning-rate", type=float, help="of methods that train the whole model (default: 0.01)"
-    )
+    parser.add_argument("--learning-rate", type=float, help="of the modules, sgd with momentum 0.5 (default: 0.1)")
+    parser.add_argument("--body-learning-rate", type=float, help="where the whole model is trained (default: 0.01)")
     parser.add_argument("--alone", type=int, default=3, help="rounds before EEFT averages (default: %(default)s)")
     parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
