@@ -153,7 +153,6 @@ def full_world(root: Path, shared: Path) -> EeftWorld:
             pack_digits(archive, root / "digits")
 
     made(world.images, make)
-    require([world.weights])
     return world
 
 
@@ -233,7 +232,7 @@ def pack_digits(archive: zipfile.ZipFile, folder: Path) -> None:
 
 
 def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
-    """The signed package and its backend by the real exporter, once. Raises: ExportError."""
+    """The signed package and its backend by the real exporter, once. Raises: ExportError, DataError."""
     front, key = world.package(modules), world.publisher.with_name("signing-key.pem")
     with alone(world.root / "making"):
         if not key.exists():  # here, so that several commands can export at once
@@ -243,6 +242,7 @@ def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
     with alone(world.root / "locks" / front.name):
         if (front / "manifest.json").exists() and front.with_name(f"{front.name}.backend").exists():
             return front
+        require([world.weights])
         say(f"== export {front.name}")
         arguments = [word for key, value in world.model_args.items() for word in ("--model-arg", f"{key}={value}")]
         kind = ["--for", "fed_avg_own_heads"]
