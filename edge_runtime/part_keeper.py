@@ -31,7 +31,7 @@ from contract.errors import RemoteProtocolError, TrainingError
 from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, Settled, Update
 from contract.training import TrainingCut, TrainingPlan
 from edge_runtime.head import BatchLoss
-from edge_runtime.part_head import PartHead
+from edge_runtime.part_head import PartHead, descend
 from edge_runtime.part_store import PartCheckpoint, PartStore
 from edge_runtime.training_set import Batch, TrainingSet
 
@@ -301,7 +301,8 @@ class PartKeeper:
                 if own_head is None:
                     self._descend(trainer, batch, rate, sums)
                 else:
-                    _descend_with(own_head, trainer, batch, rate, sums)
+                    loss = descend(own_head, trainer, batch.images, batch.labels, rate)
+                    sums.add(loss.mean_loss, loss.correct, loss.count)
                 self._tick(len(batch.labels))
             if self._store.keeps_rounds:
                 head = {} if own_head is None else own_head.state()
@@ -343,16 +344,6 @@ class PartKeeper:
         steps = self._store.steps(run)
         place = self._restore(run, steps[-1]) if steps[-1] else None
         return None if place is None else self._trainer(place.cut)
-
-
-def _descend_with(head: PartHead, trainer: Trainer, batch: Batch, rate: float, sums: _Sums) -> None:
-    """One step of a part and of the own head behind it; a loss of the graph's own is added to the head's."""
-    out = trainer.forward(batch.images)
-    loss = head.loss(out.z, batch.labels)
-    trainer.backward(loss.gradient)
-    trainer.step(rate)
-    head.step(rate)
-    sums.add(loss.mean_loss + (out.loss or 0.0), loss.correct, loss.count)
 
 
 def content_of(ask: Ask) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from contract.console import say
@@ -42,6 +41,7 @@ from server_runtime import backend_folder, own_heads, strategies
 from server_runtime.backend_folder import TrainingFolder
 from server_runtime.own_heads import OwnHeads, Part, Released
 from server_runtime.strategies import Ask, Metric, Reply, Settings, Site
+from tools.reproduce_eeft_judge import Judge, Tested
 from tools.reproduce_eeft_world import EeftWorld, Group, Scenario, export_modules
 from tools.simulation import Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
@@ -49,7 +49,6 @@ from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_devi
 
 LABEL_MODE = "client-head"
 RUN, SITE = "reproduce", "federation"
-JUDGED_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class EeftLaboratory:
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-eeft-")
         self._root = Path(self._scratch.name)
         self._installed: dict[Path, Installed] = {}
-        self._tests: dict[str, tuple[torch.Tensor, NDArray[np.int64]]] = {}
+        self._tests: dict[str, Tested] = {}
 
     def row(self, cell: EeftCell) -> EeftFound:
         """Raises: TrainingError, DeviceError, DataError."""
@@ -191,7 +190,10 @@ class EeftLaboratory:
         )  # fmt: skip
         strategy = strategies.find(method.strategy).build(released, settings)
         answers = Noted(devices, Terms(RUN, SITE, method.strategy, LABEL_MODE, 0.0, cell.seed))
-        judge = Judge(module, scenario, self, installed.manifest.image, devices)
+        judge = Judge(
+            module, scenario, lambda group: self._tested(scenario, group, installed.manifest.image),
+            lambda name: devices[name].head_of(RUN),
+        )  # fmt: skip
         stages = Stages(probe().meter, time.monotonic)
         curve: list[Round] = []
         begun_s = time.monotonic()
@@ -216,7 +218,7 @@ class EeftLaboratory:
             energy_quality=cost.reason or stages.scope,
         )  # fmt: skip
 
-    def tested(self, scenario: Scenario, group: Group, rule: ImageRule) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    def _tested(self, scenario: Scenario, group: Group, rule: ImageRule) -> Tested:
         """A group's test images (n, 3, h, w) where the judge computes, and class numbers (n,)."""
         key = f"{scenario.name}/{group.name}"
         if key not in self._tests:
@@ -278,44 +280,6 @@ class EeftLaboratory:
             return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(self._threads))
 
         return open_torch if self._engine == "torch" else open_onnxruntime
-
-
-class Judge:
-    """Test accuracy of devices' parts with their own heads."""
-
-    def __init__(
-        self, module: nn.Module, scenario: Scenario, laboratory: EeftLaboratory, rule: ImageRule,
-        devices: Mapping[str, PartDevice],
-    ) -> None:  # fmt: skip
-        self._module, self._scenario, self._laboratory = module, scenario, laboratory
-        self._rule, self._devices = rule, devices
-        self._live = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self._before = {name: tensor.detach().clone() for name, tensor in self._live.items()}
-
-    def by_group(self, parts: Mapping[str, Part]) -> dict[str, float]:
-        """Mean over each group's devices. The module is left as it was: a device that starts late starts from it."""
-        found: dict[str, list[float]] = {group.name: [] for group in self._scenario.groups}
-        loaded: Part | None = None
-        for name, group in self._scenario.devices.items():
-            if parts[name] is not loaded:
-                loaded = parts[name]
-                self._put(loaded)
-            found[group.name].append(self._accuracy(name, group))
-        self._put(self._before)
-        return {name: float(np.mean(each)) for name, each in found.items()}
-
-    @torch.no_grad()
-    def _put(self, part: Mapping[str, Any]) -> None:
-        for name, value in part.items():
-            self._live[name].copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value)))
-
-    @torch.no_grad()
-    def _accuracy(self, name: str, group: Group) -> float:
-        images, labels = self._laboratory.tested(self._scenario, group, self._rule)
-        head = self._devices[name].head_of(RUN)
-        assert head is not None  # it has trained
-        features = np.concatenate([self._module(piece).cpu().numpy() for piece in images.split(JUDGED_AT_ONCE)])
-        return float((head.logits(features).argmax(axis=1) == labels).mean())
 
 
 def round_of(values: Mapping[str, Metric], accuracy: dict[str, float], seconds: float) -> Round:
