@@ -309,6 +309,11 @@ class Session:
         credit = self._welcome.credit if self._welcome else 0
         return 2 * (self._incoming.received - self._incoming.announced) >= credit
 
+    @property
+    def is_amid_message(self) -> bool:
+        """Whether some chunks of a message have come and others have not."""
+        return self._assembler.unfinished
+
     def pending_ack(self) -> bool:
         """Whether an acknowledgement waits for a frame to carry it."""
         return self._ack_due_s is not None

@@ -16,10 +16,12 @@ from edge_runtime.head import Head
 from edge_runtime.install import Installed
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
+from edge_runtime.part_ledger import PartLedger
 from edge_runtime.part_store import PartStore
 from edge_runtime.part_worker import PartWorker, Pictures
 from edge_runtime.picture_cache import PictureCache
 from edge_runtime.pipeline import read_picture
+from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
 from edge_runtime.state import State
 from edge_runtime.terms import Terms
@@ -39,6 +41,8 @@ def equip_parts(
     state: State,
     stages: Stages,
     around: Surroundings,
+    ledger: ReleaseLedger,
+    max_patch_share: float,
     say: Callable[[str], None],
 ) -> tuple[PartWorker, Callable[[str], Head | None]]:
     """The worker, and what gives the device's own head of a run once it predicted for it."""
@@ -58,7 +62,8 @@ def equip_parts(
     classes = len(dataset.classes)
     images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture), secret)
     head = PartHead(classes, secret, plan.optimiser) if terms.label_mode == "client-head" else None
+    accounts = PartLedger(ledger, installed.digest.hex(), (image.height, image.width), max_patch_share)
     rules = PartRules(plan, terms.label_mode, wire_labels)
-    keeper = PartKeeper(rules, images, open_cut, head, PartStore(state.parts, say), tick)
+    keeper = PartKeeper(rules, images, open_cut, head, PartStore(state.parts, say), tick, accounts.release)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()

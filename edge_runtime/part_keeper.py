@@ -19,7 +19,7 @@ of to `training_set`, whether the label mode allows an ask to `terms`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -78,6 +78,10 @@ class _Sums:
         self.count += count
 
 
+def _unrecorded(sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None) -> None:
+    """Where nothing leaves a machine: a simulated device."""
+
+
 class PartKeeper:
     """Answers the asks of split training; the same ask gets the same answer."""
 
@@ -89,10 +93,13 @@ class PartKeeper:
         head: PartHead | None,
         store: PartStore,
         tick: Callable[[int], None],
+        before_release: Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None], None] = _unrecorded,
     ) -> None:
-        """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop."""
+        """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop;
+        `before_release` is told whose activations are about to leave with which patches, and may refuse."""
         self._rules, self._images, self._open_trainer = rules, images, open_trainer
         self._head, self._store, self._tick = head, store, tick
+        self.before_release = before_release
         self._trainers: dict[int, Trainer] = {}
         self._place: _Place | None = None
         self._answered: tuple[tuple[object, ...], Message] | None = None
@@ -210,7 +217,9 @@ class PartKeeper:
         batch = self._images.batch(
             int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
         )
-        z = trainer.forward(batch.images, keep=self._images.kept_patches(batch.sample_ids, trainer.cut)).z
+        keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
+        self.before_release(batch.sample_ids, trainer.cut, keep)
+        z = trainer.forward(batch.images, keep=keep).z
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)

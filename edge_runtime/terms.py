@@ -57,7 +57,6 @@ def device_terms(
 
     Raises: RefusedError when the config asks for what the package's owner ruled out.
     """
-    rules = manifest.transforms
     if config.label_mode not in manifest.label_modes:
         raise refusal(
             "label mode",
@@ -65,16 +64,7 @@ def device_terms(
             f"{', '.join(manifest.label_modes)} (the package)",
             "set label_mode to one that the package allows",
         )
-    kappa_floor = rules.kappa if config.kappa_floor is None else _floor_of_patches(config.kappa_floor, manifest)
-    if kappa_floor > rules.kappa_max:
-        raise refusal(
-            "kappa",
-            f"at least {kappa_floor} (this device's floor)",
-            f"at most {rules.kappa_max} (the package's ceiling)",
-            "lower kappa_floor, or ask for a package that is trained for more noise",
-        )
-    package_alpha = rules.alpha if rules.weight_noise else 0.0
-    alpha = package_alpha if config.alpha is None else config.alpha
+    kappa_floor, alpha = protection(config.kappa_floor, config.alpha, manifest)
     if training is None:
         asks = ASKS_OF_MODE[config.label_mode]
     elif training.whole_model:
@@ -89,9 +79,27 @@ def device_terms(
             "export the package for this number of classes, or give --classes the list it was made for",
         )
     return Terms(
-        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max,
-        alpha, asks,
+        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor,
+        manifest.transforms.kappa_max, alpha, asks,
     )  # fmt: skip
+
+
+def protection(kappa_floor: float | None, alpha: float | None, manifest: Manifest) -> tuple[float, float]:
+    """The least feature noise, as kappa of the patches, and the weight noise: the device's own, else the package's.
+
+    Raises: RefusedError when the package's owner ruled that out.
+    """
+    rules = manifest.transforms
+    floor = rules.kappa if kappa_floor is None else _floor_of_patches(kappa_floor, manifest)
+    if floor > rules.kappa_max:
+        raise refusal(
+            "kappa",
+            f"at least {floor} (this device's floor)",
+            f"at most {rules.kappa_max} (the package's ceiling)",
+            "lower kappa_floor, or ask for a package that is trained for more noise",
+        )
+    package_alpha = rules.alpha if rules.weight_noise else 0.0
+    return floor, package_alpha if alpha is None else alpha
 
 
 def _floor_of_patches(floor: float, manifest: Manifest) -> float:

@@ -163,6 +163,9 @@ class ExportPlan:
     masked: bool = False  # the frontend takes the patches to run as a second input
     no_hilbert: bool = False  # leave the Hilbert transforms out of the public set (SA's ablation "w/o HT")
     tuning_subsets: int = 3  # M; 0: the sent frontend alone
+    preview: bool = False  # put decoders for the owner's preview into the package
+    preview_steps: int = 1500
+    preview_minutes: float = 15.0
     played_sites: int | None = None  # None: by the size of the backend
 
     def __post_init__(self) -> None:
@@ -192,6 +195,19 @@ class ExportPlan:
             raise UsageError(
                 f"--masked is for frontends; {self.training.strategy} masks with --keep-patches", "leave out --masked"
             )
+
+        self._check_preview()
+
+    def _check_preview(self) -> None:
+        if self.preview and self.training is not None:
+            raise UsageError(
+                f"--preview is for frontends; parts for {self.training.strategy} send without noise",
+                "leave it out; leakage-profile measures what such parts show",
+            )
+        if self.preview and self.calibration is None:
+            raise UsageError("--preview trains an attacker on public images", "add --calibration DIR")
+        _require(self.preview_steps >= 1, f"preview-steps must be 1 or more, found {self.preview_steps}")
+        _require(self.preview_minutes > 0, f"preview-minutes must be more than 0, found {self.preview_minutes}")
 
     @property
     def sent(self) -> SentRule:

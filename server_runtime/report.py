@@ -1,10 +1,11 @@
-"""Results as one self-contained HTML page: facts, tables with bars, notes. One schema for every command that reports.
+"""Results as one self-contained HTML page: facts, tables with bars, pictures, notes. One schema for all that report.
 
 What the results are, and where the page is written, is left to the callers.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 from dataclasses import dataclass
 
@@ -24,6 +25,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
+    """A PNG under a title, with lines below it."""
+
+    title: str
+    png: bytes
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
     """An inline SVG of our own making, as `pictures` gives it; it is not escaped."""
 
     title: str
@@ -39,6 +49,7 @@ class Results:
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
 
 
 _STYLE = """
@@ -52,6 +63,7 @@ th:first-child, td:first-child { text-align: left; }
 .bar i { display: block; height: 100%; border-radius: inherit; background: var(--bar); }
 .scroll { overflow-x: auto; } .note, dt { opacity: .75; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; } dd { margin: 0; }
+figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 """
 
 
@@ -64,7 +76,16 @@ def to_html(results: Results) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}"
-        f"{''.join(map(_picture, results.pictures))}{notes}</html>\n"
+        f"{''.join(map(_figure, results.pictures))}{''.join(map(_drawing, results.drawings))}{notes}</html>\n"
+    )
+
+
+def _figure(picture: Picture) -> str:
+    lines = "<br>".join(map(html.escape, picture.lines))
+    return (
+        f"<figure><h2>{html.escape(picture.title)}</h2>"
+        f'<img alt="{html.escape(picture.title)}" src="data:image/png;base64,{base64.b64encode(picture.png).decode()}">'
+        f"<figcaption>{lines}</figcaption></figure>"
     )
 
 
@@ -96,8 +117,8 @@ def _table(table: Table) -> str:
     return f'<h2>{html.escape(table.title)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}'
 
 
-def _picture(picture: Picture) -> str:
-    return f'<h2>{html.escape(picture.title)}</h2><div class="scroll">{picture.svg}</div>'
+def _drawing(drawing: Drawing) -> str:
+    return f'<h2>{html.escape(drawing.title)}</h2><div class="scroll">{drawing.svg}</div>'
 
 
 def _cell(value: Cell, is_share: bool) -> str:

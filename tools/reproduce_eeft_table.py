@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from server_runtime.pictures import line_chart, matrix_picture
-from server_runtime.report import Picture, Results, Table
+from server_runtime.report import Drawing, Results, Table
 from server_runtime.similarity import distances
 from tools.reproduce_table import spread, with_spread
 
@@ -112,11 +112,11 @@ def results_of(document: Row) -> Results:
             Table("EEFT ahead by, in points", ("pair", "lead", "ahead"), pairs),
             Table("Every round: mean training loss, accuracy in %", ("row", "loss", "accuracy"), curves),
         ),
-        pictures=pictures_of(document["rows"]),
+        drawings=drawings_of(document["rows"]),
     )  # fmt: skip
 
 
-def pictures_of(rows: Sequence[Row]) -> tuple[Picture, ...]:
+def drawings_of(rows: Sequence[Row]) -> tuple[Drawing, ...]:
     """For EEFT's first seed of each scenario: distances of alpha, and mean alpha of each block and group."""
     made, seen = [], set()
     for row in rows:
@@ -126,10 +126,10 @@ def pictures_of(rows: Sequence[Row]) -> tuple[Picture, ...]:
         title = f"{row['scenario']}, {row['method']}, seed {row['seed']}"
         names = sorted(row["alphas"])
         alphas = [np.array(row["alphas"][name]) for name in names]
-        made.append(Picture(f"Distances of alpha: {title}", matrix_picture(names, distances(alphas))))
+        made.append(Drawing(f"Distances of alpha: {title}", matrix_picture(names, distances(alphas))))
         lines = {
             group: np.mean([row["alphas"][name] for name in names if row["devices"][name] == group], axis=0).tolist()
             for group in dict.fromkeys(row["devices"][name] for name in names)
         }
-        made.append(Picture(f"Mean alpha by block: {title}", line_chart(lines, "block")))
+        made.append(Drawing(f"Mean alpha by block: {title}", line_chart(lines, "block")))
     return tuple(made)
