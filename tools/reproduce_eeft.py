@@ -24,7 +24,7 @@ from contract.errors import UsageError, suggest
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from tools.output import open_output
-from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, EeftCell, EeftLaboratory, EeftRates
+from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import Row, compare, results_of, summarise
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world
 from tools.reproduce_split import finished, numbers, texts
@@ -82,7 +82,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce eeft", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
     parser.add_argument("--scenarios", type=texts, help="default: all of " + ",".join(SCENARIOS["full"]))
-    parser.add_argument("--methods", type=texts, help=f"default: {','.join(COMPARED)}; known: {','.join(METHODS)}")
+    parser.add_argument(
+        "--methods", type=texts, help=f"default: {','.join(COMPARED)} (fewer with --quick); known: {','.join(METHODS)}"
+    )
     parser.add_argument("--ablations", action="store_true", help=f"add {','.join(ABLATED)} (scenario task, first seed)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="SCENARIO/METHOD/SEED", help="one row instead of the lists' product")
@@ -111,7 +113,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     options.scenarios = options.scenarios or list(SCENARIOS[world_of(options)])
-    options.methods = options.methods or list(COMPARED)
+    options.methods = options.methods or [name for name in COMPARED if not (options.quick and name in VARIANTS)]
     check(options)
     return options
 

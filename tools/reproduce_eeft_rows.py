@@ -77,6 +77,7 @@ METHODS: Mapping[str, Method] = {
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
 }
 COMPARED = ("eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-alpha3", "fedmtl", "masking")
+VARIANTS = ("eeft-alone", "eeft-alpha3")  # of EEFT, which a quick reproduction leaves out
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 
 
