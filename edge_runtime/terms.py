@@ -28,6 +28,7 @@ PART_ASKS_OF_MODE = {
     "logit-gradient": _PART_ASKS | {"batch_loss"},
     "client-head": _PART_ASKS | {"batch_loss"},
 }
+PROTOTYPE_ASKS = frozenset({"attend", "set_prototypes", "give_prototypes"})
 WHOLE_MODEL_ASKS = frozenset({"load_part", "local_round"})
 
 
@@ -71,6 +72,7 @@ def device_terms(
         asks = WHOLE_MODEL_ASKS
     else:
         asks = PART_ASKS_OF_MODE[config.label_mode]
+        asks |= frozenset() if training.prototypes is None else PROTOTYPE_ASKS
     if training is not None and training.class_count not in (None, class_count):
         raise refusal(
             "number of classes",

@@ -25,7 +25,7 @@ from contract.errors import UsageError
 from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
 from contract.tokens import KEPT
-from contract.training import HOLDS, OWN_HEADS
+from contract.training import HOLDS, OWN_HEADS, PrototypeRule
 from exporter.gate_cli import GATE_FIELDS, make_gate
 from exporter.gate_plan import GatePlan
 from exporter.plan import (
@@ -106,13 +106,18 @@ FIELDS = (
     Field("skips", int, 3, "eeft: light skips into each block of the model"),
     Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
     Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
+    Field("projection", int, None, "prototypes: values of an embedding; default: 128"),
+    Field("distance", str, None, "prototypes: from an embedding to its class's prototype; default: cosine"),
+    Field("no_normalise", bool, False, "prototypes: leave the values at the cut as long as they are"),
+    Field("count_step", int, None, "prototypes: tell counts rounded up to multiples of this; default: 1"),
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
     *GATE_FIELDS,
 )
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
-            "gradient": GRADIENTS, "activations": ACTIVATIONS}  # fmt: skip
+            "gradient": GRADIENTS, "activations": ACTIVATIONS, "distance": ("cosine", "l2")}  # fmt: skip
+_OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", "skips", "complexity", "start_alpha")  # fmt: skip
+                "recompute", "keep_patches", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
 _OF_MODULES = ("skips", "complexity", "start_alpha")
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
@@ -294,6 +299,7 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
         modules=modules, optimiser=optimiser_rule(chosen["optimiser"], momentum, decay),
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
         freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
+        prototypes=_prototypes(chosen),
     )  # fmt: skip
 
 
@@ -335,6 +341,22 @@ def _export_gated(plan: ExportPlan, gate: GatePlan, form: str) -> int:
         raise refusal(outcome)
     _say_report(report)
     return 0
+
+
+def _prototypes(chosen: Mapping[str, Any]) -> PrototypeRule | None:
+    """Raises UsageError for options of prototypes where there are none."""
+    given = [name for name in _OF_PROTOTYPES if chosen[name]]
+    if chosen["for"] == "prototypes":
+        return PrototypeRule(
+            chosen["projection"] or 128, chosen["distance"] or "cosine", not chosen["no_normalise"],
+            count_step=chosen["count_step"] or 1,
+        )  # fmt: skip
+    if given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} was given, but {chosen['for']} has no prototypes",
+            "leave it out, or choose --for prototypes",
+        )
+    return None
 
 
 def _surroundings(plan: ExportPlan):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from contract.errors import UsageError, suggest
 from contract.tokens import KEPT, Kept, SentRule
-from contract.training import HOLDS, RELEASED, AugmentRule, Holds, OptimiserRule, Precision
+from contract.training import HOLDS, RELEASED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
@@ -77,6 +77,7 @@ class TrainingChoices:
     recompute: bool
     keep_patches: float | None = None  # share of an image's patches that goes through the part in training
     modules: ModuleChoices | None = None  # where these are trained around the frozen model
+    prototypes: PrototypeRule | None = None  # of the strategy of that name
 
     def __post_init__(self) -> None:
         rule, augment, holds = self.optimiser, self.augment, holds_of(self.strategy)
@@ -91,6 +92,14 @@ class TrainingChoices:
         _require(
             0 <= augment.brightness < 1, f"brightness must be 0 or more and less than 1, found {augment.brightness}"
         )
+        with_head = self.prototypes is not None
+        _require(with_head == (self.strategy == "prototypes"), f"{self.strategy} has its own kind of part")
+        if self.prototypes is not None:
+            _require(self.prototypes.dimension >= 1, f"projection must be 1 or more, found {self.prototypes.dimension}")
+            _require(
+                self.prototypes.count_step >= 1, f"count-step must be 1 or more, found {self.prototypes.count_step}"
+            )
+            _require(self.keep_patches is None, "keep-patches and prototypes do not go together")
         share = self.keep_patches
         _require(share is None or 0 < share <= 1, f"keep-patches must be more than 0 and at most 1, found {share}")
         self._check_release(holds)

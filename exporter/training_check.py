@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from contract.errors import GateError
+from exporter.prototypes import distance
 from exporter.training_graph import TrainingGraphs
 from exporter.training_trace import plain_copy
 
@@ -81,6 +82,10 @@ def random_feeds(
     if class_count is not None:
         feeds["targets"] = np.eye(class_count, dtype=np.float32)[rng.integers(0, class_count, batch)]
     feeds["grad_z"] = rng.standard_normal((batch, *shape), dtype=np.float32)
+    if graphs.prototypes is not None:
+        anchors = rng.standard_normal((batch, graphs.prototypes.dimension), dtype=np.float32)
+        feeds["anchors"] = anchors / np.linalg.norm(anchors, axis=1, keepdims=True)
+        feeds["pull"] = rng.standard_normal(batch, dtype=np.float32)
     return feeds
 
 
@@ -117,14 +122,20 @@ def torch_reference(
         named[name].requires_grad_(True)
     arguments = (given["x"], given["keep"]) if "keep" in given else (given["x"],)
     z = functional_call(copied, named, arguments)
-    z, loss = z if isinstance(z, tuple) else (z, None)
-    if "targets" in given:
-        loss = -(given["targets"] * torch.log_softmax(z, 1)).sum() / len(z)
+    z, second = z if isinstance(z, tuple) else (z, None)
     leaves = [named[name] for name in graphs.trainable]
-    seeds = {} if loss is None else {loss: None}
-    seeds |= {z: given["grad_z"]} if loss is None or graphs.loss == "own-head" else {}
-    gradients = torch.autograd.grad(list(seeds), leaves, list(seeds.values()))
-    made = {"z": z} if loss is None else {"z": z, "loss": loss}
+    if graphs.prototypes is not None:
+        apart = distance(second, given["anchors"], graphs.prototypes.distance)
+        gradients = torch.autograd.grad([z, apart], leaves, [given["grad_z"], given["pull"]])
+        made = {"z": z, "embedding": second, "distance": apart}
+    else:
+        loss = second
+        if "targets" in given:
+            loss = -(given["targets"] * torch.log_softmax(z, 1)).sum() / len(z)
+        seeds = {} if loss is None else {loss: None}
+        seeds |= {z: given["grad_z"]} if loss is None or graphs.loss == "own-head" else {}
+        gradients = torch.autograd.grad(list(seeds), leaves, list(seeds.values()))
+        made = {"z": z} if loss is None else {"z": z, "loss": loss}
     made.update({f"new:{name}": named[name] for name in graphs.moved})
     made.update({f"grad:{name}": each for name, each in zip(graphs.trainable, gradients, strict=True)})
     return {name: value.detach().numpy() for name, value in made.items()}, sides
@@ -144,7 +155,7 @@ def compare(part: nn.Module, graphs: TrainingGraphs, feeds: Arrays, threads: int
     gradients = {name: each for name, each in errors.items() if name.startswith("grad:")}
     worst = max(gradients, key=gradients.__getitem__)
     moved = max((each for name, each in errors.items() if name.startswith("new:")), default=0.0)
-    output = max(errors["z"], errors.get("loss", 0.0))
+    output = max(errors["z"], *(errors.get(name, 0.0) for name in ("loss", "embedding", "distance")))
     return TrainingFigures(output, gradients[worst], worst, torch_error, flips, moved)
 
 

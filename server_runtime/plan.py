@@ -43,7 +43,7 @@ FIELDS = (
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
-    Field("quorum", int, 0, "the same: so many devices are enough for a round when the others are away; 0: all"),
+    Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
     Field(
         "threshold",
         str,
@@ -57,6 +57,12 @@ FIELDS = (
         "",
         "layers on the device: N, and DEVICE=N for single ones, such as 6,pi-3=2; default: the package's first",
     ),
+    Field("prototype_strength", float, 1.0, "prototypes: lambda_0, the pull's weight beside the task's loss; 0: none"),
+    Field("prototype_shift", float, 2.0, "prototypes: alpha, how a device's shift weakens its pull; 0: not at all"),
+    Field("prototype_renewal", float, 0.5, "prototypes: beta, a round's share in the class prototypes, 0 to 1"),
+    Field(
+        "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
+    ),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )
@@ -64,13 +70,17 @@ FIELDS = (
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
 _EEFT = frozenset({"threshold", "alone"})
 _ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts", *_EEFT)
+_OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
+SERVER_COPIES = ("each", "one")
+_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
 _IGNORED = {
-    "frontend": frozenset(_ON_DEVICES),
-    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum"}) | _EEFT,
-    "whole": frozenset({"kappa", "augmentations", "replaced", "cuts"}) | _EEFT,
-    "body": frozenset({"kappa", "augmentations", "replaced", "cuts"}) | _EEFT,
-    "modules": frozenset({"kappa", "augmentations", "replaced", "cuts"}),
+    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
+    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum", *_OF_PROTOTYPES}) | _EEFT,
+    "whole": _WHOLE | _EEFT,
+    "body": _WHOLE | _EEFT,
+    "modules": _WHOLE,
 }
+_MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,10 @@ class Plan:
     cuts: str = ""
     threshold: str = "auto"
     alone: int = 3
+    prototype_strength: float = 1.0
+    prototype_shift: float = 2.0
+    prototype_renewal: float = 0.5
+    server_copies: str = "each"
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
@@ -129,6 +143,17 @@ class Plan:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+        self._check_prototypes()
+
+    def _check_prototypes(self) -> None:
+        for name in ("prototype_strength", "prototype_shift"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise _wrong(name, "0 or more", getattr(self, name))
+        if not 0 <= self.prototype_renewal <= 1:
+            raise _wrong("prototype_renewal", "a share from 0 to 1", self.prototype_renewal)
+        if self.server_copies not in SERVER_COPIES:
+            hint = suggest(self.server_copies, SERVER_COPIES)
+            raise _wrong("server_copies", f"one of {', '.join(SERVER_COPIES)}", self.server_copies, hint)
 
     def _check_training(self, training: TrainingPlan | None, devices: Collection[str]) -> None:
         """Whether the package holds what the strategy trains, and has the cuts."""
@@ -143,10 +168,15 @@ class Plan:
                 f"strategy {self.strategy} cannot train the package of this backend, which holds {held}",
                 f"export the model for {self.strategy}, or choose another --strategy",
             )
+        if self.strategy == "prototypes" and (training is None or training.prototypes is None):
+            raise ConfigError(
+                "strategy prototypes needs parts with a projection head, and the package of this backend has none",
+                "export the model with --for prototypes",
+            )
         default, own = parse_cuts(self.cuts)
         if needed != "parts" and self.cuts:
             raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        if self.quorum and needed not in RELEASED:
+        if self.quorum and needed not in RELEASED and self.strategy != "prototypes":
             raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
         if self.local_epochs > 1 and needed not in RELEASED:
             raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
@@ -167,7 +197,7 @@ class Plan:
     def differences(self, recorded: Mapping[str, Any], given: frozenset[str]) -> list[str]:
         """Where a recorded plan differs from this one, in fields that are not merely defaults here."""
         always = {"strategy", "backend_sha256", "package_digest"}
-        given = given - _IGNORED[HOLDS[self.strategy]]
+        given = given - (_IGNORED[HOLDS[self.strategy]] - _MEANT.get(self.strategy, frozenset()))
         return [
             f"{field.name} = {recorded.get(field.name)!r}, asked for {getattr(self, field.name)!r}"
             for field in fields(self)

@@ -18,7 +18,7 @@ import torch
 from contract.cut_gradient import WireGradient, write_gradient
 from contract.epoch_order import batch_edges
 from contract.errors import TrainingError
-from contract.messages import Activations, Gradient, Settled, Update
+from contract.messages import Activations, Gradient, Prototypes, Settled, Update
 from contract.training import TrainingCut
 
 from .aggregation import check_part, is_finite, is_usable, weighted_mean
@@ -33,6 +33,7 @@ LABEL_MODES = ("permuted-label", "raw-label", "logit-gradient", "client-head")
 LABELS_HERE = ("permuted-label", "raw-label")  # modes in which labels come with the activations
 VOID_STEPS = 20  # steps of an epoch without one usable gradient, after which training ends
 VOID_ROUNDS = 3  # rounds in a row without one usable part
+COUNT_BYTES = 4  # what the count beside a prototype is reckoned as
 EXPLODED = 1e4  # times the first epoch's loss
 _LEAST_LOSS = 1e-3  # a first loss below counts as this: nothing explodes from nearly nothing
 
@@ -111,6 +112,11 @@ class Rounds:
     def with_images(self) -> list[Link]:
         """Devices that have something to train on, as far as is known."""
         return [link for link in self.links.values() if link.samples != 0]
+
+    @property
+    def steps(self) -> int:
+        """Number of the last question that moved parts."""
+        return self._step
 
     # -- questions
 
@@ -233,6 +239,8 @@ class Rounds:
                 self.tally.bytes_up += reply.values.nbytes + (0 if reply.labels is None else reply.labels.nbytes)
             elif isinstance(reply, Gradient):
                 self.tally.bytes_up += reply.gradient.nbytes
+            elif isinstance(reply, Prototypes) and reply.values is not None:
+                self.tally.bytes_up += reply.values.nbytes + COUNT_BYTES * len(reply.counts)
 
     # -- one batch
 

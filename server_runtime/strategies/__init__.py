@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Activations, Gradient, Settled, Update
+from contract.messages import Activations, Gradient, Prototypes, Settled, Update
 
 from ..store import Upload
 
@@ -60,6 +60,11 @@ class Settings:
     quorum: int = 0  # 0 waits for all
     threshold: str = "auto"  # as `similarity.read_threshold` reads it
     alone: int = 3  # rounds in which a device is averaged with nobody
+    # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and who has copies of the server's half.
+    prototype_strength: float = 1.0
+    prototype_shift: float = 2.0
+    prototype_renewal: float = 0.5
+    server_copies: str = "each"
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Progress:
     step: int
 
 
-Reply = Upload | Gradient | Settled | Activations | Update
+Reply = Upload | Gradient | Settled | Activations | Update | Prototypes
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
 Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 
