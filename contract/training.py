@@ -25,10 +25,12 @@ TRAINING_NAME = "training.json"
 PARAMETERS_NAME = "parameters.safetensors"
 
 Precision = Literal["float32", "float16", "int8"]
-Holds = Literal["frontend", "parts", "whole"]
+Holds = Literal["frontend", "parts", "whole", "body", "modules"]
+Loss = Literal["none", "cross-entropy", "own-head"]
 
 # What a package must hold for each strategy: an INT8 frontend; trainable client parts, one for each cut; or the whole
-# model, which the owner then releases to devices.
+# model, which the owner then releases to devices: with its head, without one (each device has its own), or frozen with
+# light modules around it that are trained instead.
 HOLDS: Mapping[str, Holds] = {
     "split_adaptation": "frontend",
     "linear_probe": "frontend",
@@ -38,7 +40,14 @@ HOLDS: Mapping[str, Holds] = {
     "prototypes": "parts",
     "centralised": "parts",
     "fed_avg": "whole",
+    "fine_tuning": "body",
+    "fed_avg_own_heads": "body",
+    "selective_masking": "body",
+    "fed_mtl": "body",
+    "eeft": "modules",
 }
+RELEASED: tuple[Holds, ...] = ("whole", "body", "modules")
+OWN_HEADS: tuple[Holds, ...] = ("body", "modules")  # devices need not have the same classes
 _OPTIONAL = ("prototypes",)
 _CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"
 
@@ -52,6 +61,9 @@ class TrainingCut:
 
     `kept` of an image's `patches` go through the part in training, then forward takes `keep` (B, kept) and the output
     has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape`. None and None: no masking.
+
+    `loss` "own-head": z (B, f) are features for the device's own head, which gives grad_z; a loss that forward returns
+    as well is added to the head's, and its gradient is in the graph. Only `trainable` and `buffers` travel.
     """
 
     index: int
@@ -69,7 +81,7 @@ class TrainingCut:
     buffers: tuple[str, ...]
     saved: int
     macs: int
-    loss: Literal["none", "cross-entropy"]
+    loss: Loss
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -207,6 +219,8 @@ def _check(plan: TrainingPlan) -> None:
         needs_classes = cut.loss == "cross-entropy"
         fits = not needs_classes or cut.output_shape == (plan.class_count,)
         _require(fits, f"{where}.output_shape", "the class count, as the loss is in the graph", cut.output_shape)
+        features = cut.loss != "own-head" or len(cut.output_shape) == 1
+        _require(features, f"{where}.output_shape", "one size, as a head takes features", cut.output_shape)
         whole = plan.whole_model or cut.index < cut.depth
         _require(whole, where, f"less than the whole model ({cut.depth}), which is not released", cut.index)
     if plan.prototypes is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from contract.keyed_noise import derive_key
 from contract.training import OptimiserRule
 from edge_runtime.head import BatchLoss, Floats, Head, Labels, new_head, softmax_gradient
 from edge_runtime.optimiser import Optimiser
+
+if TYPE_CHECKING:
+    from edge_runtime.trainer import Trainer
 
 _EMPTY = np.zeros((0, 0), np.float32)
 
@@ -31,6 +35,11 @@ class PartHead:
         self._tensors: dict[str, Floats] = {}
         self._optimiser = Optimiser(rule, {})
         self._gradient: dict[str, Floats] | None = None  # of the batch whose loss was taken
+
+    @property
+    def run(self) -> str:
+        """The run that it was begun for, "" before the first."""
+        return self._run
 
     def begin(self, run: str) -> None:
         """A new head for a new run."""
@@ -94,3 +103,16 @@ class PartHead:
         if not self._tensors:
             return None
         return Head(self._tensors["weight"], self._tensors["bias"], _EMPTY, _EMPTY, 0)
+
+
+def descend(head: PartHead, trainer: Trainer, images: Floats, labels: Labels, rate: float) -> BatchLoss:
+    """One step of a part and of the head behind it; a loss of the graph's own is added to the head's.
+
+    Raises: as the trainer's methods and `PartHead.loss`.
+    """
+    out = trainer.forward(images)
+    loss = head.loss(out.z, labels)
+    trainer.backward(loss.gradient)
+    trainer.step(rate)
+    head.step(rate)
+    return replace(loss, mean_loss=loss.mean_loss + (out.loss or 0.0))

@@ -11,7 +11,8 @@ Between two settled steps nothing is written: a device that is killed says at wh
 the server goes back with all devices to one of them. It keeps its newest step and those of the server's last two
 checkpoints (wire.md, resume rule).
 
-In a local round the device trains the whole part by itself. Running graphs is left to `trainer`, what a batch consists
+In a local round the device trains the whole part by itself; where the head is its own, the head goes on from the round
+before and never leaves the device. Running graphs is left to `trainer`, what a batch consists
 of to `training_set`, whether the label mode allows an ask to `terms`.
 """
 
@@ -30,7 +31,7 @@ from contract.errors import RemoteProtocolError, TrainingError
 from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, Settled, Update
 from contract.training import TrainingCut, TrainingPlan
 from edge_runtime.head import BatchLoss
-from edge_runtime.part_head import PartHead
+from edge_runtime.part_head import PartHead, descend
 from edge_runtime.part_prototypes import PartPrototypes
 from edge_runtime.part_store import PartCheckpoint, PartStore
 from edge_runtime.training_set import Batch, TrainingSet
@@ -121,14 +122,14 @@ class PartKeeper:
         key = (run, ask.ask, content_of(ask))
         if self._answered is None or self._answered[0] != key:
             self._answered = None  # if it fails, the state is between two answers
-            self._answered = (key, self._follow(ask, run))
+            self._answered = (key, self._follow(ask, run, key[2]))
         return self._answered[1]
 
-    def _follow(self, ask: Ask, run: str) -> Message:
+    def _follow(self, ask: Ask, run: str, content: str) -> Message:
         if ask.kind == "load_part":
             return self._load(ask, run)
         if ask.kind == "local_round":
-            return self._train_round(ask, run)
+            return self._train_round(ask, run, content)
         if ask.kind == "attend":
             return Settled(ask.ask, len(self._images))
         place = self._reach(run, int(ask.parameters["after"]), int(ask.parameters.get("batch", 0)), ask.kind)
@@ -206,10 +207,14 @@ class PartKeeper:
     def _load(self, ask: Ask, run: str) -> Message:
         after, cut, step = int(ask.parameters["after"]), int(ask.parameters["cut"]), step_of(ask)
         # The weights come with the ask. What else the device holds, its head, must be that of the step before.
-        if self._head is not None and after and self._reach(run, after, 0, "load_part") is None:
+        known = self._rules.plan.cut(cut)
+        rounds = known is not None and known.loss == "own-head"  # its head is that of the last round
+        if self._head is not None and not rounds and after and self._reach(run, after, 0, "load_part") is None:
             return Checkpoints(ask.ask, self._store.steps(run))
-        self._load_into(cut, ask)
-        if self._head is not None and not after:
+        trainer = self._load_into(cut, ask)
+        if trainer.cut.loss == "own-head":
+            self._reach_head(run)
+        elif self._head is not None and not after:
             self._head.begin(run)
         if self._prototypes is not None:
             self._prototypes.begin()
@@ -303,7 +308,7 @@ class PartKeeper:
 
     # -- a round of its own
 
-    def _train_round(self, ask: Ask, run: str) -> Update:
+    def _train_round(self, ask: Ask, run: str, content: str) -> Update:
         """Epochs `epoch` to `epoch + epochs - 1` on the ask's parameters, with a fresh optimiser; an interrupted round
         goes on at the epoch that it was in."""
         numbers = ask.parameters
@@ -316,29 +321,57 @@ class PartKeeper:
             raise RemoteProtocolError(f"ask {ask.ask}: cut {cut} has no loss of its own to train by", START_ANEW)
         trainer = self._load_into(cut, ask)
         self._place = None  # the trainer is used for the round
-        done, sums, content = 0, _Sums(), f"{ask.ask} {content_of(ask)}"
+        done, sums, content = 0, _Sums(), f"{ask.ask} {content}"
         resumed = self._store.read_round(run, content)
+        own_head = None
+        if trainer.cut.loss == "own-head":
+            own_head = self._reach_head(run)
         if resumed is not None:
             trainer.load_state(resumed.part)
             done, sums = resumed.step, _Sums(*resumed.sums)
+            if own_head is not None:
+                own_head.load_state(resumed.head)
         for epoch in range(first + done, first + epochs):
             sums = _Sums()
             for place in range(self._images.batch_count(size)):
                 batch = self._images.batch(seed, epoch, place, size)
-                keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
-                out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels), keep=keep)
-                if out.loss is None:
-                    raise TrainingError("the graph gave no loss", "export the package again")
-                trainer.backward(None)
-                trainer.step(rate)
-                correct = int(np.count_nonzero(out.z.argmax(axis=1) == batch.labels))
-                sums.add(out.loss, correct, len(batch.labels))
+                if own_head is None:
+                    self._descend(trainer, batch, rate, sums)
+                else:
+                    loss = descend(own_head, trainer, batch.images, batch.labels, rate)
+                    sums.add(loss.mean_loss, loss.correct, loss.count)
                 self._tick(len(batch.labels))
-            kept = PartCheckpoint(
-                run, epoch - first + 1, cut, (sums.loss, sums.correct, sums.count), trainer.state(), {}
-            )
-            self._store.keep_round(content, kept)
+            if self._store.keeps_rounds:
+                head = {} if own_head is None else own_head.state()
+                so_far = (sums.loss, sums.correct, sums.count)
+                kept = PartCheckpoint(run, epoch - first + 1, cut, so_far, trainer.state(), head)
+                self._store.keep_round(content, kept)
         return self._update(ask, trainer, sums)
+
+    def _descend(self, trainer: Trainer, batch: Batch, rate: float, sums: _Sums) -> None:
+        """One step of a part whose loss is in its graph."""
+        keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
+        out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels), keep=keep)
+        if out.loss is None:
+            raise TrainingError("the graph gave no loss", "export the package again")
+        trainer.backward(None)
+        trainer.step(rate)
+        sums.add(out.loss, int(np.count_nonzero(out.z.argmax(axis=1) == batch.labels)), len(batch.labels))
+
+    def _reach_head(self, run: str) -> PartHead:
+        """The own head where the last round left it, new in a run that it has not seen.
+
+        Raises: TrainingError in a label mode without one.
+        """
+        if self._head is None:
+            raise TrainingError("the package's part needs a head on the device", "set label_mode to client-head")
+        if self._head.run != run:
+            last = self._store.last_round(run)
+            if last is None:
+                self._head.begin(run)
+            else:
+                self._head.load_state(last.head)
+        return self._head
 
     # -- prediction
 

@@ -76,6 +76,8 @@ def from_bytes(data: bytes) -> tuple[PartCheckpoint, str]:
 class PartStore:
     """One folder of checkpoints; what cannot be read is set aside with a warning."""
 
+    keeps_rounds = True  # False where nobody is killed, and a round's state need not be gathered
+
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
 
@@ -115,6 +117,12 @@ class PartStore:
         path = self._folder / "round.safetensors"
         found = read_or_set_aside(path, from_bytes, self._say) if path.exists() else None
         return found[0] if found is not None and (found[0].run, found[1]) == (run, ask) else None
+
+    def last_round(self, run: str) -> PartCheckpoint | None:
+        """The newest local round of a run, whatever was asked."""
+        path = self._folder / "round.safetensors"
+        found = read_or_set_aside(path, from_bytes, self._say) if path.exists() else None
+        return found[0] if found is not None and found[0].run == run else None
 
     def keep_round(self, ask: str, checkpoint: PartCheckpoint) -> None:
         """Replace the round that is under way. Raises: DeviceError when the disk refuses."""

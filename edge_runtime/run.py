@@ -98,7 +98,8 @@ def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
         return make_report(equipment, "stopped", None, Talk(Traffic()), watch)
     equipment.stages.end("predict")
     time.sleep(equipment.stages.settle_s)
-    predictions = predict(scores, equipment.dataset, equipment.wire_labels, None)
+    head = equipment.head_of("") if equipment.terms.label_mode == "client-head" else None
+    predictions = predict(scores, equipment.dataset, equipment.wire_labels, head)
     report = make_report(equipment, "done", None, Talk(Traffic()), watch)
     return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
 

@@ -94,13 +94,15 @@ def check_graph(graph: Graph, role: str, cut: TrainingCut, tensors: Mapping[str,
     if unknown:
         raise PackageError(f"{graph.name} asks for {min(unknown)}, which cut {cut.index} does not have", FETCH_AGAIN)
     new = {f"new:{name}" for name in cut.buffers}
-    told = {"loss"} if cut.loss != "none" else {"embedding", "distance"} if PROJECTION[0] in cut.trainable else set()
+    told = {"embedding", "distance"} if PROJECTION[0] in cut.trainable else set()
+    told |= {"loss"} if cut.loss == "cross-entropy" else set()
     needed = {
         "forward": {"z", *saved, *told},
         "backward": {f"grad:{name}" for name in cut.trainable},
         "evaluate": {"z"},
     }[role]
-    allowed = needed | new if role == "forward" else needed
+    added = {"loss"} if cut.loss == "own-head" else set()
+    allowed = needed | new | added if role == "forward" else needed
     odd = (needed - graph.outputs.keys()) | (graph.outputs.keys() - allowed)
     if odd:
         raise PackageError(

@@ -25,7 +25,7 @@ from contract.errors import UsageError
 from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
 from contract.tokens import KEPT
-from contract.training import HOLDS, PrototypeRule
+from contract.training import HOLDS, OWN_HEADS, PrototypeRule
 from exporter.gate_cli import GATE_FIELDS, make_gate
 from exporter.gate_plan import GatePlan
 from exporter.plan import (
@@ -37,6 +37,7 @@ from exporter.plan import (
     ExportPlan,
     Limits,
     ModelArg,
+    ModuleChoices,
     TrainingChoices,
     holds_of,
     optimiser_rule,
@@ -90,8 +91,8 @@ FIELDS = (
     Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
     Field("classes", int, None, "classes of the site, where devices train the whole model"),
     Field("optimiser", str, "sgd", "how training moves the parameters, on devices and on the server"),
-    Field("momentum", float, None, "of sgd; default: 0.9"),
-    Field("weight_decay", float, None, "default: 5e-4 with sgd, 0.01 with adamw (decoupled)"),
+    Field("momentum", float, None, "of sgd; default: 0.9, with eeft and its baselines 0.5"),
+    Field("weight_decay", float, None, "default: 5e-4 with sgd (0 with eeft), 0.01 with adamw (decoupled)"),
     Field("augment", str, "none", "how devices vary training pictures, such as crop=4,flip,brightness=0.2"),
     Field("gradient", str, "float32", "how the gradient at the cut travels"),
     Field("activations", str, "float32", "how the activations at the cut travel"),
@@ -102,6 +103,9 @@ FIELDS = (
         None,
         "share of an image's patches that goes through the part in training, the same ones every time; default: all",
     ),  # fmt: skip
+    Field("skips", int, 3, "eeft: light skips into each block of the model"),
+    Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
+    Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
     Field("projection", int, None, "prototypes: values of an embedding; default: 128"),
     Field("distance", str, None, "prototypes: from an embedding to its class's prototype; default: cosine"),
     Field("no_normalise", bool, False, "prototypes: leave the values at the cut as long as they are"),
@@ -113,7 +117,8 @@ _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for":
             "gradient": GRADIENTS, "activations": ACTIVATIONS, "distance": ("cosine", "l2")}  # fmt: skip
 _OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", *_OF_PROTOTYPES)  # fmt: skip
+                "recompute", "keep_patches", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
+_OF_MODULES = ("skips", "complexity", "start_alpha")
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE", "split": "N|auto", "max_leakage": "LIMIT",
@@ -237,6 +242,9 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
         del values[field.name]
     cuts = _cuts(settings)
     if holds_of(chosen["for"]) != "frontend":
+        idle = [f"--{name.replace('_', '-')}" for name in _OF_MODULES if settings.origin[name] != "default"]
+        if idle and HOLDS[chosen["for"]] != "modules":
+            raise UsageError(f"{idle[0]} was given, but {chosen['for']} adds no modules", "it belongs to --for eeft")
         if is_gated:
             raise UsageError(
                 f"--max-leakage is for frontends, and {chosen['for']} trains its part on devices without noise",
@@ -281,9 +289,14 @@ def _cuts(settings: Resolved) -> tuple[int, ...]:
 
 
 def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_model: bool) -> TrainingChoices:
+    holds = HOLDS[chosen["for"]]
+    momentum, decay = chosen["momentum"], chosen["weight_decay"]
+    if holds in OWN_HEADS and chosen["optimiser"] == "sgd":  # EEFT's, and that of its baselines
+        momentum, decay = 0.5 if momentum is None else momentum, 0.0 if decay is None else decay
+    modules = ModuleChoices(*(chosen[name] for name in _OF_MODULES)) if holds == "modules" else None
     return TrainingChoices(
         strategy=chosen["for"], cuts=cuts, release_whole_model=release_whole_model, classes=chosen["classes"],
-        optimiser=optimiser_rule(chosen["optimiser"], chosen["momentum"], chosen["weight_decay"]),
+        modules=modules, optimiser=optimiser_rule(chosen["optimiser"], momentum, decay),
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
         freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
         prototypes=_prototypes(chosen),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from contract.errors import UsageError, suggest
 from contract.tokens import KEPT, Kept, SentRule
-from contract.training import HOLDS, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
+from contract.training import HOLDS, RELEASED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
@@ -20,6 +20,7 @@ TUNES = ("noise-aware", "paper", "none")
 OPTIMISERS = ("sgd", "adamw")
 GRADIENTS = ("float32", "float16", "int8")
 ACTIVATIONS = ("float32", "float16")
+BACKBONE = "backbone."  # beginning of the names that EEFT freezes; nothing of them ever travels
 _CUTS_CURE = "write for example --cuts 1-10, or --cuts 2,6,10"
 _AUGMENT_CURE = "write for example --augment crop=4,flip,brightness=0.2"
 
@@ -43,6 +44,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class ModuleChoices:
+    """Of EEFT: k skips into a block, gamma of the complexity term, and where the logits start (algorithms.md 2.1)."""
+
+    skips: int = 3
+    complexity: float = 0.3
+    start_alpha: float = -3.0
+    start_beta: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require(self.skips >= 1, f"skips must be 1 or more, found {self.skips}")
+        _require(0 <= self.complexity <= 1e6, f"complexity must be 0 or more, found {self.complexity}")
+        _require(abs(self.start_alpha) <= 20, f"start-alpha must lie in -20..20, found {self.start_alpha}")
+
+
+@dataclass(frozen=True)
 class TrainingChoices:
     """What was chosen about training on devices; `cuts` is empty for the family's default cut.
 
@@ -60,6 +76,7 @@ class TrainingChoices:
     freeze: tuple[str, ...]
     recompute: bool
     keep_patches: float | None = None  # share of an image's patches that goes through the part in training
+    modules: ModuleChoices | None = None  # where these are trained around the frozen model
     prototypes: PrototypeRule | None = None  # of the strategy of that name
 
     def __post_init__(self) -> None:
@@ -90,25 +107,25 @@ class TrainingChoices:
     @property
     def whole_model(self) -> bool:
         """Do devices get every layer?"""
-        return holds_of(self.strategy) == "whole"
+        return holds_of(self.strategy) in RELEASED
 
     def _check_release(self, holds: Holds) -> None:
-        if holds == "whole" and not self.release_whole_model:
+        if holds in RELEASED and not self.release_whole_model:
             raise UsageError(
-                f"{self.strategy} trains the whole model on devices: the package would give every layer away",
+                f"{self.strategy} needs the whole model on devices: the package would give every layer away",
                 "add --release-whole-model if the model's owner agrees; other strategies keep a part on the server",
             )
-        if holds != "whole" and self.release_whole_model:
+        if holds not in RELEASED and self.release_whole_model:
             raise UsageError(
                 f"--release-whole-model was given, but {self.strategy} needs the first layers only",
-                "leave it out; it belongs to " + ", ".join(name for name in HOLDS if HOLDS[name] == "whole"),
+                "leave it out; it belongs to " + ", ".join(name for name in HOLDS if HOLDS[name] in RELEASED),
             )
         if holds == "whole" and self.classes is None:
             raise UsageError(
                 f"{self.strategy} trains the head on devices, and --classes does not say for how many classes",
                 "add --classes N, the number of classes of the site",
             )
-        if holds == "whole" and self.cuts:
+        if holds in RELEASED and self.cuts:
             raise UsageError(
                 f"{self.strategy} has no cut: devices hold the whole model", "leave out --split and --cuts"
             )
@@ -117,6 +134,9 @@ class TrainingChoices:
                 f"--classes was given, but with {self.strategy} the head is made where the training runs",
                 "leave it out; a site's number of classes is known when its devices join",
             )
+        _require((self.modules is not None) == (holds == "modules"), "modules belong to eeft, and to it only")
+        settled = holds != "modules" or self.freeze in ((), (BACKBONE,))
+        _require(settled, f"with {self.strategy} the modules alone are trained, found freeze {','.join(self.freeze)}")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import numpy as np
 from contract.images import ImageRule
 from contract.manifest import FORMAT, Cut, EngineNeeds, FileRecord, LabelMode, Manifest, Quantization, TransformRules
 from contract.preview import Decoder
+from contract.training import OWN_HEADS
 from exporter.backend_tuning import Bench, PreparedBackend
 from exporter.onnx_graph import INPUT_NAME, IR_VERSION, OUTPUT_NAME
 from exporter.package import ONNX_NAME, golden_bytes, write_arrays, write_document, write_table, write_tensors
-from exporter.plan import ExportPlan
+from exporter.plan import ExportPlan, holds_of
 from exporter.runtime import open_session, run_tokens
 
 _ONNXRUNTIME_MIN = "1.19"  # the first that loads IR 10
@@ -26,6 +27,7 @@ PART_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label", "permuted-label", "logit
 # Where devices train the whole model, no message carries a label. But the head's rows stand in the order of the class
 # list, and how a row moved tells how often its class occurred: no mode that promises more than raw-label would be true.
 WHOLE_MODEL_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label",)
+OWN_HEAD_MODES: tuple[LabelMode, ...] = ("client-head",)  # the whole model without a head, which stays on the device
 
 
 def figures_of(
@@ -80,7 +82,8 @@ def training_manifest_of(
     now: Callable[[], datetime],
 ) -> Manifest:  # fmt: skip
     """The manifest of a package of parts that devices train: no frontend, so no cuts, no noise and no INT8."""
-    modes = WHOLE_MODEL_LABEL_MODES if plan.training.whole_model else PART_LABEL_MODES
+    holds = holds_of(plan.training.strategy)
+    modes = WHOLE_MODEL_LABEL_MODES if holds == "whole" else OWN_HEAD_MODES if holds in OWN_HEADS else PART_LABEL_MODES
     return Manifest(
         format=FORMAT, name=plan.name, version=plan.version, model=plan.model, family=family, cuts=(), image=image,
         quantization=Quantization("float32", ("trained on devices in float32",), 0.0, (), None, 1.0, False),

@@ -132,8 +132,9 @@ def torch_reference(
         loss = second
         if "targets" in given:
             loss = -(given["targets"] * torch.log_softmax(z, 1)).sum() / len(z)
-        ends, seeds = (z, given["grad_z"]) if loss is None else (loss, None)
-        gradients = torch.autograd.grad(ends, leaves, seeds)
+        seeds = {} if loss is None else {loss: None}
+        seeds |= {z: given["grad_z"]} if loss is None or graphs.loss == "own-head" else {}
+        gradients = torch.autograd.grad(list(seeds), leaves, list(seeds.values()))
         made = {"z": z} if loss is None else {"z": z, "loss": loss}
     made.update({f"new:{name}": named[name] for name in graphs.moved})
     made.update({f"grad:{name}": each for name, each in zip(graphs.trainable, gradients, strict=True)})

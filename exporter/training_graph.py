@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
 from contract.errors import ExportError
-from contract.training import PrototypeRule
+from contract.training import Loss, PrototypeRule
 from exporter.training_onnx import macs, to_onnx
 from exporter.training_partition import divide, whole
 from exporter.training_trace import plain_copy, sort_tensors, trace_evaluation, trace_training
-
-Loss = Literal["none", "cross-entropy"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ class TrainingGraphs:
     moved: tuple[str, ...]  # buffers for which the forward graph has an output new:<name>
     saved: int
     macs: int  # of the evaluation graph, for one image
+    loss: Loss = "none"
     prototypes: PrototypeRule | None = None  # of a part that `prototypes.attach` has given a projection head
 
 
@@ -47,8 +45,9 @@ def make_training_graphs(
     """Graphs for `part`: images (B, 3, h, w) [and kept positions (B, K)] -> z, or (z, loss).
 
     Every module is traced in the mode it is in: a BatchNorm in train mode uses and moves statistics of the batch, one
-    in evaluation mode uses its running ones. With "cross-entropy" z are logits and the loss is made in the graph.
-    With prototypes the part returns (z, embedding). The part itself is not changed.
+    in evaluation mode uses its running ones. With "cross-entropy" z are logits and the loss is made in the graph; with
+    "own-head" a loss that the part returns is added to that of the head behind z. With prototypes the part returns
+    (z, embedding). The part itself is not changed.
 
     Raises ExportError for a part that cannot be trained this way.
     """
@@ -58,7 +57,8 @@ def make_training_graphs(
         )
     tensors = sort_tensors(part, trainable)
     copied = plain_copy(part)
-    traced = trace_training(copied, input_shape, tensors, class_count, kept_tokens, prototypes)
+    adds_loss = loss == "own-head"
+    traced = trace_training(copied, input_shape, tensors, class_count, kept_tokens, prototypes, adds_loss)
     evaluated = trace_evaluation(copied, input_shape, tensors)
     forward, backward = divide(traced, recompute)
     evaluate = whole(evaluated)
@@ -75,5 +75,6 @@ def make_training_graphs(
         moved=tuple(name.removeprefix("new:") for name in traced.outputs if name.startswith("new:")),
         saved=sum(name.startswith("saved:") for name in forward.outputs),
         macs=macs(evaluate),
+        loss=loss,
         prototypes=prototypes,
     )

@@ -39,10 +39,11 @@ from exporter.package import (
     write_package,
     write_tensors,
 )
-from exporter.plan import ExportPlan, Limits, TrainingChoices
+from exporter.plan import BACKBONE, ExportPlan, Limits, ModuleChoices, TrainingChoices, holds_of
 from exporter.prototypes import attach, width_of, with_scale
 from exporter.public_set import draw_synthetic, open_folder
 from exporter.records import export_document, training_manifest_of
+from exporter.skip_modules import SkipNetwork
 from exporter.split import usual_cut
 from exporter.training_check import TrainingFigures, TrainingRule, check_training_graphs
 from exporter.training_graph import Loss, TrainingGraphs, make_training_graphs
@@ -98,7 +99,14 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     facts = family.facts(model)
     rule = image_rule(model, facts.input_shape)
     head = head_name(model)
-    if chosen.whole_model:
+    if holds_of(chosen.strategy) == "modules":
+        assert chosen.modules is not None
+        chosen = replace(chosen, freeze=(BACKBONE,))
+        parts = [Part(_modules(model, chosen.modules, plan.seed), facts.depth, facts.depth, "skips", "own-head")]
+    elif holds_of(chosen.strategy) == "body":
+        model.reset_classifier(0)
+        parts = [Part(model, facts.depth, facts.depth, facts.layers[-1], "own-head")]
+    elif chosen.whole_model:
         parts = [_whole(model, facts.depth, head, chosen.classes, plan.seed)]
     else:
         cuts = check_cuts(chosen.cuts or (usual_cut(facts),), facts.depth)
@@ -113,7 +121,7 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
     _check_freeze(chosen.freeze, parts)
     macs = [count_macs(part.module, facts.input_shape) for part in parts]
-    state = model.state_dict()
+    state = (parts[0].module if chosen.whole_model else model).state_dict()
     if chosen.prototypes is not None:
         fitted = fit_prototypes(chosen.prototypes, parts, plan, rule)
         chosen = replace(chosen, prototypes=fitted)
@@ -133,7 +141,8 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))
         write_file(staged.backend / TRAINING_NAME, training)
-        write_tensors(staged.backend / MODEL_NAME, without_head(state, head))
+        kept = state if finished[0].cut.loss == "own-head" else without_head(state, head)
+        write_tensors(staged.backend / MODEL_NAME, kept)
         sizes = {name: 4 * value.numel() for name, value in tensors.items()}
         figures = figures_of(finished, chosen, sizes, time.monotonic() - started_s)
         write_document(staged.backend / "export.json", export_document(plan, figures, package_digest))
@@ -216,6 +225,11 @@ def _whole(model: nn.Module, depth: int, head: str, classes: int | None, seed: i
             "choose another model",
         )
     return Part(model, depth, depth, head, "cross-entropy")
+
+
+def _modules(model: nn.Module, choices: ModuleChoices, seed: int) -> SkipNetwork:
+    torch.manual_seed(seed)
+    return SkipNetwork(model, choices).eval()
 
 
 def _name(model: str, chosen: TrainingChoices) -> str:
@@ -305,11 +319,12 @@ def _cut(part: Part, graphs: TrainingGraphs, macs: int, kept: Kept | None) -> Tr
     forward, backward, evaluate = part.file_names
     seen = graphs.evaluated_shape
     shape = (seen[0] - kept.patches + kept.count, *seen[1:]) if kept else graphs.output_shape
+    still = (name for name in graphs.buffers if name not in graphs.moved)  # of norms that are frozen: they never travel
     return TrainingCut(
         index=part.index, depth=part.depth, layer=part.layer, forward=forward, backward=backward, evaluate=evaluate,
         output_shape=shape, evaluated_shape=seen, kept=kept.count if kept else None,
         patches=kept.patches if kept else None,
-        trainable=graphs.trainable, frozen=graphs.frozen, buffers=graphs.buffers,
+        trainable=graphs.trainable, frozen=(*graphs.frozen, *still), buffers=graphs.moved,
         saved=graphs.saved, macs=macs, loss=part.loss,
     )  # fmt: skip
 

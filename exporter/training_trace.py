@@ -112,13 +112,13 @@ def plain_copy(part: nn.Module) -> nn.Module:
 
 def trace_training(
     part: nn.Module, input_shape: tuple[int, int, int], tensors: Tensors, class_count: int | None, kept_tokens: bool,
-    prototypes: PrototypeRule | None = None,
+    prototypes: PrototypeRule | None = None, adds_loss: bool = False,
 ) -> Traced:  # fmt: skip
     """Forward, loss where there is one, running statistics, and the gradient of every trainable tensor.
 
     `part` is a plain copy, its modules in the modes to be traced. With a class count the loss is the cross-entropy of
-    its logits; a part that returns (z, loss) brings its own. With prototypes the part returns (z, embedding), and the
-    gradient is that of <z, grad_z> + <distance, pull>.
+    its logits; a part that returns (z, loss) brings its own, which is all of it unless it `adds_loss` to a head's. With
+    prototypes the part returns (z, embedding), and the gradient is that of <z, grad_z> + <distance, pull>.
 
     Raises ExportError when torch cannot trace the part or its gradients.
     """
@@ -126,7 +126,7 @@ def trace_training(
     norms = _Norms()
     with example.mode, _plain_attention(), _explained():
         z, own_loss = example.run(norms)
-    if prototypes is not None or (class_count is None and own_loss is None):
+    if prototypes is not None or (class_count is None and (own_loss is None or adds_loss)):
         with example.mode:
             example.inputs[GRADIENT] = torch.empty(z.shape)
     if prototypes is not None:
@@ -149,7 +149,9 @@ def trace_training(
             if class_count is not None:
                 loss = -(given[TARGETS] * torch.log_softmax(z, dim=1)).sum(1).mean(0)
             results = {OUTPUT: z} if loss is None else {OUTPUT: z, LOSS: loss}
-            ends, seeds = ([z], [given[GRADIENT]]) if loss is None else ([loss], [None])
+            ends, seeds = ([], []) if loss is None else ([loss], [None])
+            if GRADIENT in given:
+                ends, seeds = [*ends, z], [*seeds, given[GRADIENT]]
         gradients = torch.autograd.grad(ends, list(leaves.values()), seeds, allow_unused=True)
         unused = [name for name, each in zip(leaves, gradients, strict=True) if each is None]
         if unused:

@@ -46,6 +46,7 @@ class Terms:
     seed: int
     credit: int = 64
     heartbeat_s: float = 10.0
+    own_classes: bool = False  # a site's devices need not have the same classes: their heads are their own
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Admission:
             )
             if theirs != ours
         ]
-        if rows:
+        if rows and not self._terms.own_classes:
             raise RefusedError(
                 f"site {site!r} has another class list, fixed by its first device (device | site): " + "; ".join(rows),
                 "give all devices of a site the same class list (--classes FILE) and the same site secret",

@@ -75,6 +75,6 @@ def average(whole: Arrays, parts: Sequence[Arrays], weights: Sequence[float]) ->
     for name in sorted({name for part in parts for name in part}):
         summed = np.zeros(whole[name].shape)
         for part, weight in zip(parts, weights, strict=True):
-            summed += part.get(name, whole[name]).astype(np.float64) * (float(weight) / total)
+            summed += np.multiply(part.get(name, whole[name]), float(weight) / total, dtype=np.float64)
         averaged[name] = summed.astype(whole[name].dtype)
     return averaged

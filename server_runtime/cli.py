@@ -18,6 +18,7 @@ from pathlib import Path
 
 from contract.config import Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
+from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
@@ -136,6 +137,7 @@ def _terms(run: Run) -> Terms:
         package_digest=run.plan.package_digest,
         kappa=run.plan.kappa,
         seed=run.plan.seed,
+        own_classes=HOLDS[run.plan.strategy] in OWN_HEADS,
     )
 
 

@@ -15,10 +15,11 @@ from typing import Any
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.manifest import TransformRules
-from contract.training import HOLDS, TrainingCut, TrainingPlan
+from contract.training import HOLDS, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
 
 from . import strategies
 from .schedule import SCHEDULES
+from .similarity import read_threshold
 
 LABEL_MODES = ("permuted-label", "logit-gradient", "client-head", "raw-label")  # which of them: package and strategy
 
@@ -41,8 +42,15 @@ FIELDS = (
     Field("learning_rate", float, 0.01, "highest learning rate of training on devices"),
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
-    Field("local_epochs", int, 1, "fed_avg: epochs of a device in one round"),
-    Field("quorum", int, 0, "fed_avg, prototypes: so many devices are enough for a round when others are away; 0: all"),
+    Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
+    Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
+    Field(
+        "threshold",
+        str,
+        "auto",
+        "eeft: devices this near in their utilisation factors are averaged (0: none, inf: all)",
+    ),
+    Field("alone", int, 3, "eeft: rounds in which a device is averaged with nobody"),
     Field(
         "cuts",
         str,
@@ -60,13 +68,17 @@ FIELDS = (
 )
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts")
+_EEFT = frozenset({"threshold", "alone"})
+_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts", *_EEFT)
 _OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
+_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
 _IGNORED = {
     "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
-    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum", *_OF_PROTOTYPES}),
-    "whole": frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES}),
+    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum", *_OF_PROTOTYPES}) | _EEFT,
+    "whole": _WHOLE | _EEFT,
+    "body": _WHOLE | _EEFT,
+    "modules": _WHOLE,
 }
 _MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
 
@@ -92,6 +104,8 @@ class Plan:
     local_epochs: int = 1
     quorum: int = 0
     cuts: str = ""
+    threshold: str = "auto"
+    alone: int = 3
     prototype_strength: float = 1.0
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5
@@ -116,10 +130,11 @@ class Plan:
         if not (math.isfinite(self.kappa) and 0 <= self.kappa <= rules.kappa_max):
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
         lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
-        lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0}
+        lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0, "alone": 0}
         for name, lowest in lowest_of.items():
             if getattr(self, name) < lowest:
                 raise _wrong(name, f"{lowest} or more", getattr(self, name))
+        read_threshold(self.threshold)
         if not 0 <= self.replaced <= 1:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -143,9 +158,11 @@ class Plan:
     def _check_training(self, training: TrainingPlan | None, devices: Collection[str]) -> None:
         """Whether the package holds what the strategy trains, and has the cuts."""
         needed = HOLDS[self.strategy]
-        whole = training is not None and training.whole_model and any(cut.loss != "none" for cut in training.cuts)
-        parts = training is not None and any(cut.loss == "none" for cut in training.cuts)
-        if not {"frontend": training is None, "parts": parts, "whole": whole}[needed]:
+        # Of whole models with own heads, one that is frozen is no other's.
+        holds = "frontend" if training is None else HOLDS.get(training.strategy)
+        if holds not in OWN_HEADS and training is not None:
+            holds = "parts" if any(cut.loss == "none" for cut in training.cuts) else "whole"
+        if holds != needed:
             held = "a frozen frontend" if training is None else f"what {training.strategy} trains"
             raise ConfigError(
                 f"strategy {self.strategy} cannot train the package of this backend, which holds {held}",
@@ -159,9 +176,9 @@ class Plan:
         default, own = parse_cuts(self.cuts)
         if needed != "parts" and self.cuts:
             raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        if self.quorum and self.strategy not in ("fed_avg", "prototypes"):
+        if self.quorum and needed not in RELEASED and self.strategy != "prototypes":
             raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
-        if self.local_epochs > 1 and self.strategy != "fed_avg":
+        if self.local_epochs > 1 and needed not in RELEASED:
             raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
         if self.quorum > len(devices):
             raise _wrong("quorum", f"at most the {len(devices)} enrolled devices", self.quorum)

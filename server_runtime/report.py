@@ -33,6 +33,14 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """An inline SVG of our own making, as `pictures` gives it; it is not escaped."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True)
 class Results:
     """One page. `facts` are (name, value) pairs shown first; `notes` are paragraphs shown last."""
 
@@ -41,6 +49,7 @@ class Results:
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
 
 
 _STYLE = """
@@ -67,7 +76,7 @@ def to_html(results: Results) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}"
-        f"{''.join(map(_figure, results.pictures))}{notes}</html>\n"
+        f"{''.join(map(_figure, results.pictures))}{''.join(map(_drawing, results.drawings))}{notes}</html>\n"
     )
 
 
@@ -106,6 +115,10 @@ def _table(table: Table) -> str:
     )
     note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
     return f'<h2>{html.escape(table.title)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>{note}'
+
+
+def _drawing(drawing: Drawing) -> str:
+    return f'<h2>{html.escape(drawing.title)}</h2><div class="scroll">{drawing.svg}</div>'
 
 
 def _cell(value: Cell, is_share: bool) -> str:

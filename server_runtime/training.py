@@ -23,9 +23,9 @@ import numpy as np
 
 from contract.errors import ConfigError, CutlayerError
 from contract.messages import Gradient
-from contract.training import HOLDS
+from contract.training import HOLDS, OWN_HEADS
 
-from . import backend, backend_folder, pipe, split_model, strategies
+from . import backend, backend_folder, own_heads, pipe, split_model, strategies
 from .backend_folder import TrainingFolder
 from .conductor import Conducting, Conductor
 from .files import DISK_ERRORS, disk_refuses
@@ -170,7 +170,9 @@ def _site_runs(
     shipped = backend_folder.read(folder)
     device = backend.choose_device(plan.threads)
     shared = {field.name: getattr(plan, field.name) for field in fields(Settings) if hasattr(plan, field.name)}
-    if isinstance(shipped, TrainingFolder):
+    if isinstance(shipped, TrainingFolder) and HOLDS[plan.strategy] in OWN_HEADS:
+        model, settings = own_heads.load(shipped), Settings(**shared)
+    elif isinstance(shipped, TrainingFolder):
         model, settings = split_model.load(shipped, device), Settings(**shared)
     else:
         model = backend.load(shipped, plan.kappa, device)

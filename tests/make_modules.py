@@ -18,7 +18,10 @@ from torch.func import functional_call
 
 from exporter.architecture import create
 from exporter.models import family_of
+from exporter.plan import BACKBONE, ModuleChoices
+from exporter.skip_modules import SkipNetwork
 from exporter.training_graph import make_training_graphs
+from exporter.training_package import set_modes, trained_names
 from tests.exporter import test_training_graph as parts
 from tests.exporter import tiny
 
@@ -34,7 +37,10 @@ def modules() -> dict[str, tuple[nn.Module, dict[str, object]]]:
     vgg = create("vgg11_bn", False, smooth)
     whole = create("resnet18", False, {**smooth, **narrow, "num_classes": CLASSES})
     skips = parts.shaken(parts.Skips())
+    eeft = parts.shaken(SkipNetwork(create("resnet18", False, {**smooth, **narrow}), ModuleChoices()))
+    set_modes(eeft, modules_of(eeft))
     return {
+        "eeft": (eeft, {"trainable": modules_of(eeft), "loss": "own-head"}),
         "vit": (parts.vit_part(), {}),
         "masked-vit": (parts.vit_part(), {"kept_tokens": True}),
         "resnet": (parts.resnet(**smooth), {}),
@@ -44,6 +50,11 @@ def modules() -> dict[str, tuple[nn.Module, dict[str, object]]]:
         "projection-head": (parts.shaken(parts.Convolutions()), {}),
         "whole-model": (whole.train(), {"loss": "cross-entropy", "class_count": CLASSES}),
     }
+
+
+def modules_of(network: SkipNetwork) -> list[str]:
+    """What EEFT trains."""
+    return list(trained_names(network, (BACKBONE,)))
 
 
 def make(root: Path) -> None:
@@ -64,14 +75,14 @@ def make(root: Path) -> None:
             "output_shape": (seen[0] - PATCHES + KEPT, *seen[1:]) if masked else graphs.output_shape,
             "evaluated_shape": seen, "kept": KEPT if masked else None, "patches": PATCHES if masked else None,
             "trainable": graphs.trainable, "frozen": graphs.frozen, "buffers": graphs.buffers, "saved": graphs.saved,
-            "loss": "none" if graphs_take_gradient(part, more) else "cross-entropy", "rate": RATE,
+            "loss": loss_of(part, more), "rate": RATE,
         }  # fmt: skip
         (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def graphs_take_gradient(part: nn.Module, more: dict[str, object]) -> bool:
-    """Whether the loss is elsewhere, so that a gradient comes in at the cut."""
-    return "loss" not in more and not isinstance(part, (parts.Skips, parts.Prototypes))
+def loss_of(part: nn.Module, more: dict[str, object]) -> str:
+    """Where the loss is: elsewhere, in the graph, or in both."""
+    return str(more.get("loss", "cross-entropy" if isinstance(part, (parts.Skips, parts.Prototypes)) else "none"))
 
 
 def train(part: nn.Module, trainable: list[str], more: dict[str, object]) -> dict[str, torch.Tensor]:
@@ -90,14 +101,14 @@ def train(part: nn.Module, trainable: list[str], more: dict[str, object]) -> dic
         named = dict(exact.named_parameters())
         out = functional_call(exact, {}, tuple(inputs))
         z, loss = out if isinstance(out, tuple) else (out, None)
-        if more.get("loss"):
+        if more.get("loss") == "cross-entropy":
             targets = torch.nn.functional.one_hot(torch.arange(BATCH) % CLASSES, CLASSES).float()
             kept[f"targets.{step}"] = targets
             loss = -(targets.double() * z.log_softmax(1)).sum() / BATCH
-        if loss is None:
+        if loss is None or more.get("loss") == "own-head":
             gradient = torch.randn(z.shape, generator=rng) / BATCH
             kept[f"grad_z.{step}"] = gradient
-            loss = (z * gradient.double()).sum()
+            loss = (z * gradient.double()).sum() + (0.0 if loss is None else loss)
         gradients = torch.autograd.grad(loss, [named[name] for name in trainable])
         with torch.no_grad():
             for name, each in zip(trainable, gradients, strict=True):

@@ -33,6 +33,7 @@ TRAINING = {  # packages whose parts are trained on the devices
     "masked": (*_VIT, "--for", "sequential_split", "--cuts", "1,2", "--keep-patches", "0.25"),
     "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "2,4"),
     "smooth-cnn": (*_CNN, *_SMOOTH, "--for", "sequential_split", "--cuts", "2,4"),
+    "eeft": (*_CNN, *_SMOOTH, "--for", "eeft", "--release-whole-model"),
     "vgg": (*_VGG, "--for", "sequential_split", "--cuts", "4,8"),
     "prototypes": (*_CNN, *_SMOOTH, "--for", "prototypes", "--cuts", "4", "--projection", "8", "--augment", "flip"),
     "smooth-vgg": (*_VGG, *_SMOOTH, *_NO_MAXIMA, "--for", "sequential_split", "--cuts", "4,8"),

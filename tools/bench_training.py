@@ -20,7 +20,7 @@ from typing import Any
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 
-MODULES = ("vit_tiny_4", "vit_tiny_4_masked", "resnet18_layer1", "vgg16_bn_10")
+MODULES = ("vit_tiny_4", "vit_tiny_4_masked", "resnet18_layer1", "resnet18", "eeft_resnet18", "vgg16_bn_10")
 SIDES = ("device", "torch", "torch_bf16")
 SAME_NORM = 1e-3  # relative; both sides must do the same work
 CHILD_S = 1800.0
@@ -67,6 +67,7 @@ def row_of(name: str, figures: dict[str, list[dict[str, Any]]]) -> dict[str, obj
         "bf16_ratio": ratio_of(figures, "torch_bf16", "step_s"),
         "rss_ratio": ratio_of(figures, "torch", "peak_bytes"),
     }
+    row["image_ms"] = 1e3 * statistics.median(turn["image_s"] for turn in figures["device"])
     for side in SIDES:
         peaks = [turn["peak_bytes"] for turn in figures[side]]
         row[f"{side}_step_ms"] = 1e3 * statistics.median(turn["step_s"] for turn in figures[side])
@@ -90,14 +91,15 @@ def line_of(row: dict[str, Any]) -> str:
 
     sides = ", ".join(f"{shown(row[f'{s}_step_ms'], 1)} / {shown(row[f'{s}_peak_mb'], 0)}" for s in SIDES)
     ratios = "".join(f"{shown(row[name], 2):>8}" for name in ("ratio", "bf16_ratio", "rss_ratio"))
-    return f"{row['module']:<20}{ratios}   {sides}"
+    return f"{row['module']:<20}{ratios}   {sides}; {row['image_ms']:.1f}"
 
 
 def to_text(document: dict[str, Any]) -> str:
     lines = [
         f"torch {document['torch']}, onnxruntime {document['onnxruntime']} on Python {document['device_python']}, "
         f"1 thread, {document['turns']} turns of {document['steps']} steps",
-        f"{'module':<20}{'ratio':>8}{'bf16':>8}{'memory':>8}   CPU ms and peak MB: device, torch, torch bf16",
+        f"{'module':<20}{'ratio':>8}{'bf16':>8}{'memory':>8}   CPU ms and peak MB: device, torch, torch bf16; "
+        "device, one image",
     ]
     lines.extend(line_of(row) for row in document["rows"])
     return "\n".join(lines)

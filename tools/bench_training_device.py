@@ -29,7 +29,8 @@ def main() -> None:
     names = {name: tuple(facts[name]) for name in ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers")}
     cut = TrainingCut(
         1, 2, folder.name, "forward.onnx", "backward.onnx", "evaluate.onnx",
-        kept=facts.get("kept"), patches=facts.get("patches"), saved=facts["saved"], macs=facts["macs"], loss="none",
+        kept=facts.get("kept"), patches=facts.get("patches"), saved=facts["saved"], macs=facts["macs"],
+        loss=facts["loss"],
         **names,
     )  # fmt: skip
     trainer = open_trainer(folder, cut, OptimiserRule("sgd", 0.9, 5e-4), TrainerSettings(threads=1))
@@ -43,7 +44,13 @@ def main() -> None:
         spent_s.append(time.process_time() - started_s)
         if number == 0:
             first_norm = float(np.sqrt(np.square(z, dtype=np.float64).sum()))
+    alone_s = []  # one image in evaluation mode
+    for _ in range(WARM_UP + steps):
+        started_s = time.process_time()
+        trainer.evaluate(batch["x"][:1])
+        alone_s.append(time.process_time() - started_s)
     figures = {
+        "image_s": statistics.median(alone_s[WARM_UP:]),
         "step_s": statistics.median(spent_s[WARM_UP:]),
         "peak_bytes": peak_bytes(),
         "norm": first_norm,

@@ -24,9 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from contract.training import Loss
 from exporter.architecture import create
+from exporter.plan import BACKBONE, ModuleChoices
+from exporter.skip_modules import SkipNetwork
 from exporter.split import split_model
 from exporter.training_graph import make_training_graphs
+from exporter.training_package import set_modes, trained_names
 from tools.bench_training_device import LEARNING_RATE, WARM_UP, peak_bytes
 
 
@@ -62,6 +66,8 @@ class Case:
     pixels: int
     batch: int
     masked: float = 0.0
+    loss: Loss = "none"  # own-head: what a graph adds to a head's loss is trained too
+    frozen: tuple[str, ...] = ()  # beginnings of the names that are not trained
 
 
 def split(name: str, layers: int, **arguments: object) -> nn.Module:
@@ -72,25 +78,38 @@ CASES = {
     "vit_tiny_4": Case(lambda: split("vit_tiny_patch16_224", 4), 224, 8),
     "vit_tiny_4_masked": Case(lambda: MaskedViT(create("vit_tiny_patch16_224", False, {}), 4), 224, 8, masked=0.75),
     "resnet18_layer1": Case(lambda: split("resnet18", 4, small_images=True, num_classes=10), 32, 64),
+    "resnet18": Case(lambda: create("resnet18", False, {"num_classes": 0}), 64, 32, loss="own-head"),
+    "eeft_resnet18": Case(
+        lambda: SkipNetwork(create("resnet18", False, {}), ModuleChoices()),
+        64,
+        32,
+        loss="own-head",
+        frozen=(BACKBONE,),
+    ),
     "vgg16_bn_10": Case(lambda: split("vgg16_bn", 10, small_images=True, num_classes=10), 32, 32),
 }
 
 
 def part_of(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return case.build().train()
+    part = case.build()
+    trained = trained_names(part, case.frozen)
+    set_modes(part, trained)
+    for name, parameter in part.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return part
 
 
 def write(case: Case, folder: Path) -> None:
     """The graphs, the parameters, and a batch that both sides train on."""
     part, shape = part_of(case), (3, case.pixels, case.pixels)
-    trained = [name for name, _ in part.named_parameters()]
-    graphs = make_training_graphs(part, shape, trainable=trained, kept_tokens=case.masked > 0)
+    trained = trained_names(part, case.frozen)
+    graphs = make_training_graphs(part, shape, trainable=trained, kept_tokens=case.masked > 0, loss=case.loss)
     for role in ("forward", "backward", "evaluate"):
         (folder / f"{role}.onnx").write_bytes(getattr(graphs, role))
     state = {name: value.contiguous().clone() for name, value in part.state_dict().items() if value.is_floating_point()}
     save_file(state, folder / "parameters.safetensors")
-    names = ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers", "saved", "macs")
+    names = ("output_shape", "evaluated_shape", "trainable", "frozen", "buffers", "saved", "macs", "loss")
     facts: dict[str, object] = {name: getattr(graphs, name) for name in names}
     patches = (case.pixels // 16) ** 2
     kept = round(patches * (1 - case.masked))
@@ -109,15 +128,17 @@ def train(case: Case, folder: Path, steps: int, precision: str) -> dict[str, obj
     torch.set_num_threads(1)
     part = part_of(case)
     batch = {name: torch.from_numpy(array) for name, array in np.load(folder / "batch.npz").items()}
-    optimiser = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE, momentum=0.9, weight_decay=5e-4)
+    trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=0.9, weight_decay=5e-4)
     narrow = torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
     spent_s, first_norm = [], 0.0
     for number in range(WARM_UP + steps):
         started_s = time.process_time()
         optimiser.zero_grad(set_to_none=True)
         with narrow:
-            z = part(*batch.values())
-        z.backward(z.detach() / z.numel())
+            out = part(*batch.values())
+        z, *added = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward([z, *added], [z.detach() / z.numel(), *(None for _ in added)])
         optimiser.step()
         spent_s.append(time.process_time() - started_s)
         if number == 0:

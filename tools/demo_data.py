@@ -39,15 +39,27 @@ class DemoFolders:
 
 def digits(root: Path, shots: int, seed: int) -> DemoFolders:
     """scikit-learn's digits: 0 to 4 are the server's public set, 5 to 9 the site's private task."""
+    classes = digit_classes()
+    note = "scikit-learn's digits: 0-4 public, 5-9 private"
+    return divide(root, classes, [str(digit) for digit in range(5)], shots, seed, note)
+
+
+def digit_classes() -> dict[str, list[Pixels]]:
+    """scikit-learn's digits by class, in its order."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     small = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     size = (DIGIT_SIDE_PX, DIGIT_SIDE_PX)
     pixels = [np.asarray(Image.fromarray(each).resize(size, Image.Resampling.BICUBIC).convert("RGB")) for each in small]
-    classes = {str(digit): [pixels[i] for i in np.flatnonzero(labels == digit)] for digit in range(10)}
-    note = "scikit-learn's digits: 0-4 public, 5-9 private"
-    return divide(root, classes, [str(digit) for digit in range(5)], shots, seed, note)
+    return {str(digit): [pixels[i] for i in np.flatnonzero(labels == digit)] for digit in range(10)}
+
+
+def all_digits(root: Path) -> None:
+    """All of them as ROOT/DIGIT/NUMBER.png."""
+    for name, images in digit_classes().items():
+        for number, image in enumerate(images):
+            write(root / name / f"{number:04}.png", image)
 
 
 def user_folder(root: Path, source: Path, shots: int, seed: int) -> DemoFolders:

@@ -55,6 +55,10 @@ def main() -> int:
         from tools import reproduce_split  # it has options of its own
 
         return reproduce_split.main(sys.argv[2:])
+    if sys.argv[1:2] == ["eeft"]:
+        from tools import reproduce_eeft
+
+        return reproduce_eeft.main(sys.argv[2:])
     if sys.argv[1:2] == ["prototypes"]:
         from tools import reproduce_prototypes
 
@@ -92,7 +96,9 @@ def reproduce(
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("study", choices=["sa"], help="sa: split adaptation (split, prototypes: see their --help)")
+    parser.add_argument(
+        "study", choices=["sa"], help="sa: split adaptation (split, eeft and prototypes have own --help)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="digits and a small model: minutes on two cores, no archives"
     )

@@ -48,6 +48,8 @@ def open_torch_trainer(
 def part_of(model: nn.Module, cut: TrainingCut, class_count: int | None) -> nn.Module:
     """A copy of the layers of a cut; with a new head where the loss is the part's own."""
     whole = copy.deepcopy(model)
+    if cut.loss == "own-head":
+        return whole
     if cut.loss == "none":
         part: nn.Module = family_of(whole)[1].cut(whole, cut.index)[0]
         return part
@@ -80,6 +82,7 @@ class TorchTrainer:
         self._before = [each.clone() for each in self._statistics]
         self._after = [each.clone() for each in self._statistics]
         self._output: Tensor | None = None  # z, or the loss where it is the part's own
+        self._added: list[Tensor] = []  # a loss that is added to that of a head behind z
         self._distance: Tensor | None = None  # (B,), of a part with a projection head
         self._has_gradients = False
 
@@ -111,9 +114,10 @@ class TorchTrainer:
             held = torch.from_numpy(anchors).to(self._device)
             self._distance = prototypes.distance(embedding, held, self._projected.distance)
             return Forward(_array(self._output), None, _array(embedding), _array(self._distance))
-        if self.cut.loss == "none":
+        if self.cut.loss != "cross-entropy":
+            z, *self._added = z if isinstance(z, tuple) else (z,)
             self._output = z
-            return Forward(_array(z), None)
+            return Forward(_array(z), float(self._added[0].detach()) if self._added else None)
         assert targets is not None
         self._output = functional.cross_entropy(z, torch.from_numpy(targets).to(self._device))
         loss = float(self._output.detach())
@@ -128,13 +132,12 @@ class TorchTrainer:
             raise ValueError("backward without a forward")
         output, self._output = self._output, None
         seed = None if grad_z is None else torch.from_numpy(np.ascontiguousarray(grad_z)).to(self._device)
-        if self._distance is None:
-            torch.autograd.backward(output, seed)
-        else:
+        ends, seeds = [output, *self._added], [seed, *(None for _ in self._added)]
+        if self._distance is not None:
             assert pull is not None
-            apart, self._distance = self._distance, None
-            torch.autograd.backward([output, apart], [seed, torch.from_numpy(pull).to(self._device)])
-        self._has_gradients = True
+            ends, seeds = [output, self._distance], [seed, torch.from_numpy(pull).to(self._device)]
+        torch.autograd.backward(ends, seeds)
+        self._added, self._distance, self._has_gradients = [], None, True
 
     def step(self, learning_rate: float) -> StepFacts:
         """Move the trainable tensors and commit the batch's statistics.
@@ -159,7 +162,7 @@ class TorchTrainer:
 
     def discard(self) -> None:
         """Drop a batch that was begun."""
-        self._output, self._distance, self._has_gradients = None, None, False
+        self._output, self._added, self._distance, self._has_gradients = None, [], None, False
         self._optimiser.zero_grad(set_to_none=True)
 
     @torch.no_grad()

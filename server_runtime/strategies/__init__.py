@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..backend import Backend
+    from ..own_heads import Released
     from ..split_model import Shipped
 
 Tensors = Mapping[str, np.ndarray]
@@ -57,6 +58,8 @@ class Settings:
     local_epochs: int = 1
     cuts: str = ""  # as `plan.parse_cuts` reads it
     quorum: int = 0  # 0 waits for all
+    threshold: str = "auto"  # as `similarity.read_threshold` reads it
+    alone: int = 3  # rounds in which a device is averaged with nobody
     # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and who has copies of the server's half.
     prototype_strength: float = 1.0
     prototype_shift: float = 2.0
@@ -171,7 +174,7 @@ class StrategyModule(Protocol):
 
     LABEL_MODES: tuple[str, ...]
 
-    def build(self, backend: Backend | Shipped, settings: Settings) -> Strategy | PartStrategy: ...
+    def build(self, backend: Backend | Shipped | Released, settings: Settings) -> Strategy | PartStrategy: ...
 
 
 def names() -> tuple[str, ...]:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from contract.canonical import to_json
 from contract.errors import ManifestError
 from contract.manifest import FileRecord, Manifest
-from contract.training import HOLDS, PARAMETERS_NAME, OptimiserRule, TrainingPlan, from_bytes, to_bytes
+from contract.training import (
+    HOLDS,
+    OWN_HEADS,
+    PARAMETERS_NAME,
+    RELEASED,
+    OptimiserRule,
+    TrainingPlan,
+    from_bytes,
+    to_bytes,
+)
 from tests.golden.samples import MANIFEST, TRAINING, TRAINING_FILE
 
 Document = dict[str, Any]
@@ -97,8 +106,9 @@ def test_a_cut_is_found_by_its_index_and_knows_its_tensors() -> None:
 
 
 def test_every_strategy_that_trains_on_devices_has_a_package_of_its_kind() -> None:
-    assert set(HOLDS.values()) == {"frontend", "parts", "whole"}
-    assert HOLDS["fed_avg"] == "whole" and HOLDS["centralised"] == "parts"
+    assert set(HOLDS.values()) == {"frontend", "parts", *RELEASED}
+    assert HOLDS["fed_avg"] == "whole" and HOLDS["centralised"] == "parts" and HOLDS["eeft"] == "modules"
+    assert set(OWN_HEADS) < set(RELEASED)
 
 
 # --- each rule broken once ---------------------------------------------------------------------------------------

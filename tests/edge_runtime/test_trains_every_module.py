@@ -13,7 +13,17 @@ from safetensors.numpy import load_file
 from contract.training import OptimiserRule, TrainingCut
 from edge_runtime.trainer import open_trainer
 
-MODULES = ("vit", "masked-vit", "resnet", "vgg", "skip-modules", "prototype-distance", "projection-head", "whole-model")
+MODULES = (
+    "eeft",
+    "vit",
+    "masked-vit",
+    "resnet",
+    "vgg",
+    "skip-modules",
+    "prototype-distance",
+    "projection-head",
+    "whole-model",
+)
 WITHIN = 2e-5  # of a tensor's largest value, after three steps in float32
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from contract.config import resolve
 from contract.errors import UsageError
-from contract.training import HOLDS, AugmentRule, OptimiserRule
+from contract.training import HOLDS, RELEASED, AugmentRule, OptimiserRule
 from exporter.cli import FIELDS, main, make_plan
 from exporter.plan import ExportPlan, optimiser_rule, read_augment, read_cuts
 
@@ -62,8 +62,8 @@ def test_each_optimiser_has_its_own_defaults() -> None:
 
 def test_every_strategy_that_trains_on_devices_can_be_chosen() -> None:
     for strategy, holds in HOLDS.items():
-        whole = holds == "whole"
-        plan = _plan(whole, **{"for": strategy}, **({"classes": 3} if whole else {}))
+        whole = holds in RELEASED
+        plan = _plan(whole, **{"for": strategy}, **({"classes": 3} if holds == "whole" else {}))
         assert (plan.training is None) == (holds == "frontend")
         if plan.training is not None:
             assert plan.training.whole_model == whole and plan.training.strategy == strategy
@@ -97,6 +97,13 @@ def test_split_is_one_cut_and_the_command_line_outweighs_the_rest() -> None:
         (False, {"for": "sequential_split", "gradient": "int4"}, "gradient must be one of"),
         (False, {"for": "sequential_split", "activations": "int8"}, "activations must be one of"),
         (False, {"for": "sequential_spilt"}, "did you mean 'sequential_split'"),
+        (False, {"for": "eeft"}, "would give every layer away"),
+        (True, {"for": "eeft", "classes": 3}, "the head is made where the training runs"),
+        (True, {"for": "fed_mtl", "cuts": "1"}, "has no cut"),
+        (True, {"for": "eeft", "freeze": ("layer1.",)}, "the modules alone are trained"),
+        (True, {"for": "eeft", "skips": 0}, "skips must be 1"),
+        (True, {"for": "fed_mtl", "skips": 5}, "--skips was given, but fed_mtl adds no modules"),
+        (False, {"start_alpha": 3.0}, "--start-alpha was given"),
         (False, {"cuts": "1-3"}, "holds one frontend"),
         (False, {"cuts": "1", "split": 1}, "found both"),
         (False, {"gradient": "float16"}, "--gradient was given"),

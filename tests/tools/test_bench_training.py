@@ -38,7 +38,7 @@ def test_a_part_is_measured_beside_torch_in_both_precisions() -> None:
 
 def figures(norm: float = 1.0, peak: int | None = 100) -> dict[str, list[dict[str, Any]]]:
     def turns(*step_s: float) -> list[dict[str, Any]]:
-        return [{"step_s": each, "peak_bytes": peak, "norm": 1.0} for each in step_s]
+        return [{"step_s": each, "image_s": each / 8, "peak_bytes": peak, "norm": 1.0} for each in step_s]
 
     # The machine became ten times slower after the first turn; all sides alike.
     sides = {"device": turns(1.0, 10.0, 10.0), "torch": turns(2.0, 20.0, 20.0), "torch_bf16": turns(4.0, 40.0, 40.0)}
@@ -49,7 +49,7 @@ def figures(norm: float = 1.0, peak: int | None = 100) -> dict[str, list[dict[st
 def test_ratios_are_made_within_a_turn() -> None:
     row = bench_training.row_of("part", figures())
     assert (row["ratio"], row["bf16_ratio"], row["rss_ratio"]) == (0.5, 0.25, 1.0)
-    assert row["device_step_ms"] == 10_000.0
+    assert row["device_step_ms"] == 10_000.0 and row["image_ms"] == 1250.0
 
 
 def test_sides_that_compute_something_else_are_not_compared() -> None:

@@ -1,0 +1,83 @@
+"""Which devices' modules are averaged for whom: distances of utilisation factors, and the threshold of nearness.
+
+Pure (algorithms.md 2.1, 2.2). Neighbourhood is each device's own and not transitive: a near b, b near c, a far from c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from contract.errors import ConfigError
+
+AUTOMATIC = "auto"
+CLOSE = 0.05  # distances that are all below are no difference
+CLEAR = 0.25  # a gap counts from this share of the distances' range on
+
+
+def read_threshold(text: str) -> float | None:
+    """tau, None where it is to be found from the distances.
+
+    Raises:
+        ConfigError: it is neither a distance nor "auto".
+    """
+    if text == AUTOMATIC:
+        return None
+    try:
+        tau = float(text)
+    except ValueError:
+        tau = -1.0
+    if not tau >= 0:
+        raise ConfigError(
+            f"threshold must be {AUTOMATIC}, or a distance of 0 or more; found {text!r}",
+            "correct --threshold: 0 averages nobody, inf everybody",
+        )
+    return tau
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """alpha in (0, 1), float64."""
+    return 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+
+
+def distances(alphas: Sequence[np.ndarray]) -> np.ndarray:
+    """d(i, j) = ||alpha_i - alpha_j||_2 of N vectors (L,) of values in (0, 1): (N, N) float64."""
+    stacked = np.stack(alphas)
+    found: np.ndarray = np.linalg.norm(stacked[:, None] - stacked[None], axis=-1)
+    return found
+
+
+def find_threshold(found: np.ndarray) -> float:
+    """tau from distances (N, N): the lower end of their largest gap.
+
+    Where no gap is clear: everybody together if all are close, else only who is nearer than mean - deviation.
+    """
+    pairs = np.sort(found[np.triu_indices(len(found), 1)])
+    if len(pairs) == 0 or pairs[-1] == pairs[0]:
+        return float("inf") if len(pairs) == 0 or pairs[-1] < CLOSE else 0.0
+    gaps = np.diff(pairs)
+    place = int(gaps.argmax())
+    if gaps[place] >= CLEAR * (pairs[-1] - pairs[0]):
+        return float(pairs[place])
+    return float("inf") if pairs[-1] < CLOSE else max(0.0, float(pairs.mean() - pairs.std()))
+
+
+def neighbours(found: np.ndarray, tau: float) -> np.ndarray:
+    """(N, N) bool: row i says whose modules are averaged for device i, itself always included."""
+    return (found <= tau) | np.eye(len(found), dtype=bool)
+
+
+def groups(near: np.ndarray) -> list[int]:
+    """Number of each device's group, where neighbours of neighbours belong together; for reports."""
+    known = [-1] * len(near)
+    for first in range(len(near)):
+        if known[first] >= 0:
+            continue
+        number, waiting = max(known) + 1, [first]
+        while waiting:
+            here = waiting.pop()
+            if known[here] < 0:
+                known[here] = number
+                waiting.extend(int(other) for other in np.flatnonzero(near[here]))
+    return known
