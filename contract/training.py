@@ -37,7 +37,10 @@ HOLDS: Mapping[str, Holds] = {
     "split_fed": "parts",
     "centralised": "parts",
     "fed_avg": "whole",
+    "fed_bfpt": "whole",
+    "eft_vit": "whole",
 }
+MASKED = ("eft_vit",)  # whose packages also hold the first layers as a part, and leave out patches in training
 _CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"
 
 
@@ -49,7 +52,8 @@ class TrainingCut:
     hands to backward; `macs` of one image's forward pass.
 
     `kept` of an image's `patches` go through the part in training, then forward takes `keep` (B, kept) and the output
-    has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape`. None and None: no masking.
+    has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape` (where the loss is in the graph,
+    both are the class count). None and None: no masking.
     """
 
     index: int
@@ -115,7 +119,8 @@ class TrainingPlan:
     """Everything signed about training on devices.
 
     `whole_model`: the package holds all layers, which the owner has agreed to release. `gradient` and `activations`
-    say how the tensors at the cut travel.
+    say how the tensors at the cut travel; for the strategies in `MASKED`, `gradient` says it of what the server has
+    changed in the layers behind the cut.
     """
 
     format: Literal["cutlayer-training/1"]
@@ -126,7 +131,7 @@ class TrainingPlan:
     optimiser: OptimiserRule
     augment: AugmentRule
     gradient: Precision
-    activations: Literal["float32", "float16"]
+    activations: Precision
 
     def cut(self, index: int) -> TrainingCut | None:
         """The client part of that many layers, None where the package has no such part."""
@@ -182,6 +187,8 @@ def _check(plan: TrainingPlan) -> None:
         _require(fits, f"{where}.output_shape", "the class count, as the loss is in the graph", cut.output_shape)
         whole = plan.whole_model or cut.index < cut.depth
         _require(whole, where, f"less than the whole model ({cut.depth}), which is not released", cut.index)
+    coded = plan.activations != "int8" or plan.strategy in MASKED
+    _require(coded, "activations", f"int8 for {', '.join(MASKED)} only", plan.strategy)
     rule, augment = plan.optimiser, plan.augment
     _require(0 <= rule.momentum < 1, "optimiser.momentum", "0 to less than 1", rule.momentum)
     _require(0 <= rule.weight_decay < math.inf, "optimiser.weight_decay", "0 or more", rule.weight_decay)
@@ -197,6 +204,10 @@ def _check_masking(where: str, cut: TrainingCut) -> None:
         _require(same, f"{where}.kept", "kept and patches, or neither and one shape", (cut.kept, cut.patches))
         return
     _require(1 <= cut.kept <= cut.patches, f"{where}.kept", f"1 to {cut.patches} patches", cut.kept)
+    if cut.loss != "none":
+        same = cut.output_shape == cut.evaluated_shape
+        _require(same, f"{where}.output_shape", "the class count, masked or not", cut.output_shape)
+        return
     tokens, *rest = cut.evaluated_shape
     left = (tokens - cut.patches + cut.kept, *rest)
     _require(cut.output_shape == left, f"{where}.output_shape", f"{left}, with the kept patches", cut.output_shape)

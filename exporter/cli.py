@@ -28,6 +28,7 @@ from exporter.plan import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMISERS,
+    PEFTS,
     QUANTIZERS,
     TUNES,
     ExportPlan,
@@ -83,7 +84,7 @@ FIELDS = (
     Field("momentum", float, None, "of sgd; default: 0.9"),
     Field("weight_decay", float, None, "default: 5e-4 with sgd, 0.01 with adamw (decoupled)"),
     Field("augment", str, "none", "how devices vary training pictures, such as crop=4,flip,brightness=0.2"),
-    Field("gradient", str, "float32", "how the gradient at the cut travels"),
+    Field("gradient", str, "float32", "how the gradient at the cut travels; eft_vit: how the server's changes do"),
     Field("activations", str, "float32", "how the activations at the cut travel"),
     Field("freeze", tuple, (), "beginnings of names of parameters that are not trained, with commas between"),
     Field(
@@ -92,12 +93,14 @@ FIELDS = (
         None,
         "share of an image's patches that goes through the part in training, the same ones every time; default: all",
     ),  # fmt: skip
+    Field("peft", str, "all", "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
+          "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values"),
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
 )
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
-            "gradient": GRADIENTS, "activations": ACTIVATIONS}  # fmt: skip
+            "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS}  # fmt: skip
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches")  # fmt: skip
+                "recompute", "keep_patches", "peft")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE"}
@@ -239,6 +242,7 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
         optimiser=optimiser_rule(chosen["optimiser"], chosen["momentum"], chosen["weight_decay"]),
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
         freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
+        peft=chosen["peft"],
     )  # fmt: skip
 
 
