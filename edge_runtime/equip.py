@@ -156,7 +156,18 @@ def equip_state(
         from edge_runtime.equip_parts import equip_parts  # it loads onnxruntime, as `open_engine` does for others
 
         worker, head_of = equip_parts(
-            installed, plan, terms, dataset, wire_labels, secret, threads, state, stages, around, say
+            installed,
+            plan,
+            terms,
+            dataset,
+            wire_labels,
+            secret,
+            threads,
+            state,
+            stages,
+            around,
+            say,
+            config.noise == "fresh",
         )
     else:
         engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)

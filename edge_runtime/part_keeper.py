@@ -297,10 +297,11 @@ class PartKeeper:
                 correct = int(np.count_nonzero(out.z.argmax(axis=1) == batch.labels))
                 sums.add(out.loss, correct, len(batch.labels))
                 self._tick(len(batch.labels))
-            kept = PartCheckpoint(
-                run, epoch - first + 1, cut, (sums.loss, sums.correct, sums.count), trainer.state(), {}
-            )
-            self._store.keep_round(content, kept)
+            if self._store.keeps_rounds:
+                kept = PartCheckpoint(
+                    run, epoch - first + 1, cut, (sums.loss, sums.correct, sums.count), trainer.state(), {}
+                )
+                self._store.keep_round(content, kept)
         return self._update(ask, trainer, sums)
 
     # -- prediction

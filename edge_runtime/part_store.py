@@ -76,6 +76,8 @@ def from_bytes(data: bytes) -> tuple[PartCheckpoint, str]:
 class PartStore:
     """One folder of checkpoints; what cannot be read is set aside with a warning."""
 
+    keeps_rounds = True  # False where nobody is killed in a round, and its state need not be made
+
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder, self._say = folder, say
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from contract.errors import ConfigError
 from contract.images import ImageRule, normalise
-from contract.messages import Activations, Ask, Message
+from contract.messages import Activations, Ask, Message, PatchFeatures
 from edge_runtime.data import Sample
 from edge_runtime.part_keeper import PartKeeper, to_wire
 from edge_runtime.pipeline import FRAME_MARGIN_BYTES
@@ -60,7 +60,7 @@ class PartWorker:
         """The one message that answers an ask which `terms.check_ask` let pass. Raises: as `PartKeeper.answer`."""
         with self._stages.measure("train"):
             reply = self._keeper.answer(ask, run)
-        if isinstance(reply, Activations):
+        if isinstance(reply, Activations) or isinstance(reply, PatchFeatures) and reply.values is not None:
             self.counters.images += len(reply.values)
             self.counters.payload_bytes += reply.values.nbytes
         yield reply

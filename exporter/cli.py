@@ -93,8 +93,13 @@ FIELDS = (
         None,
         "share of an image's patches that goes through the part in training, the same ones every time; default: all",
     ),  # fmt: skip
-    Field("peft", str, "all", "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
-          "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values"),
+    Field(
+        "peft",
+        str,
+        "all",
+        "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
+        "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values",
+    ),
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
 )
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,

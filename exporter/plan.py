@@ -114,7 +114,8 @@ class TrainingChoices:
             )
         if self.strategy in MASKED and len(self.cuts) > 1:
             raise UsageError(
-                f"{self.strategy} has one local module, and --cuts names {len(self.cuts)} cuts", "give one, as in --split 2"
+                f"{self.strategy} has one local module, and --cuts names {len(self.cuts)} cuts",
+                "give one, as in --split 2",
             )
         if holds == "whole" and self.cuts and self.strategy not in MASKED:
             raise UsageError(

@@ -209,7 +209,11 @@ def _tuned(whole: Part, peft: str, seed: int) -> Part:
 
 def _name(model: str, chosen: TrainingChoices) -> str:
     """Model, strategy and cuts: packages that differ in these do not get in each other's way on a device."""
-    cuts = "whole" if chosen.whole_model and not chosen.cuts else "-".join(map(str, dict.fromkeys((chosen.cuts[0], chosen.cuts[-1]))))
+    cuts = (
+        "whole"
+        if chosen.whole_model and not chosen.cuts
+        else "-".join(map(str, dict.fromkeys((chosen.cuts[0], chosen.cuts[-1]))))
+    )
     tuned = "" if chosen.peft == "all" else f"-{chosen.peft}"
     return re.sub(r"[^A-Za-z0-9._-]", "-", f"{model}-{chosen.strategy}-{cuts}{tuned}")
 

@@ -24,7 +24,18 @@ from typing import Protocol
 import numpy as np
 
 from contract.errors import TrainingError
-from contract.messages import ASK_KINDS, Activations, Bye, Checkpoints, Gradient, Message, Scores, Settled, Update
+from contract.messages import (
+    ASK_KINDS,
+    Activations,
+    Bye,
+    Checkpoints,
+    Gradient,
+    Message,
+    PatchFeatures,
+    Scores,
+    Settled,
+    Update,
+)
 from contract.messages import Ask as AskMessage
 
 from . import pipe
@@ -125,7 +136,7 @@ class Conductor:
             message = pipe.carried(frame)
             if isinstance(message, Activations) and message.split == "infer":
                 site.requests[Request(frame.device, message.ask, message.batch)] = message
-            elif isinstance(message, Gradient | Settled | Activations | Update):
+            elif isinstance(message, Gradient | Settled | Activations | Update | PatchFeatures):
                 self._take_reply(site, frame.device, message)
             elif isinstance(message, Checkpoints):
                 self._take_checkpoints(site, frame.device, message)
@@ -190,7 +201,9 @@ class Conductor:
             self._say_bye(site, device, COLLECTED)  # it may be switched off: no more will be asked of it
         self._gather(site, pending, device, upload)
 
-    def _take_reply(self, site: SiteRun, device: str, reply: Gradient | Settled | Activations | Update) -> None:
+    def _take_reply(
+        self, site: SiteRun, device: str, reply: Gradient | Settled | Activations | Update | PatchFeatures
+    ) -> None:
         """Whatever answers another question than the one that is open came too late and is dropped."""
         if site.late.get(device) == reply.ask:
             del site.late[device]

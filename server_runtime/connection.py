@@ -23,6 +23,7 @@ from contract.messages import (
     Gradient,
     Heartbeat,
     Hello,
+    PatchFeatures,
     Proof,
     Refuse,
     Scores,
@@ -36,7 +37,7 @@ from .admission import Admission, Joined
 from .store import Store
 
 T = TypeVar("T")
-REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update)  # a device makes them again by ask id
+REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures)  # a device makes them again by ask id
 _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 

@@ -41,8 +41,13 @@ FIELDS = (
     Field("learning_rate", float, 0.01, "highest learning rate of training on devices"),
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
-    Field("local_epochs", int, 1, "fed_avg: epochs of a device in one round"),
+    Field("local_epochs", int, 1, "fed_avg, fed_bfpt, eft_vit: epochs of a device in one round"),
     Field("quorum", int, 0, "fed_avg: so many devices are enough for a round when the others are away; 0: all"),
+    Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
+    Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
+    Field("threshold", float, 1.0, "eft_vit: features of a class, in medians of a device's classes; 0: its largest"),
+    Field("store_mb", int, 1024, "eft_vit: most MiB of features that are kept"),
+    Field("store_rounds", int, 0, "eft_vit: rounds for which a device's features count; 0: until it sends others"),
     Field(
         "cuts",
         str,
@@ -54,10 +59,12 @@ FIELDS = (
 )
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts")
+_OF_ROUNDS = ("local_epochs", "quorum", "fraction", "server_epochs", "threshold", "store_mb", "store_rounds")
+_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
+_IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # whose rounds have any number of epochs, on any share of the devices
 _IGNORED = {
     "frontend": frozenset(_ON_DEVICES),
-    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum"}),
+    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS}),
     "whole": frozenset({"kappa", "augmentations", "replaced", "cuts"}),
 }
 
@@ -83,6 +90,11 @@ class Plan:
     local_epochs: int = 1
     quorum: int = 0
     cuts: str = ""
+    fraction: float = 1.0
+    server_epochs: int = 2
+    threshold: float = 1.0
+    store_mb: int = 1024
+    store_rounds: int = 0
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
@@ -104,6 +116,7 @@ class Plan:
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
         lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
         lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0}
+        lowest_of |= {"server_epochs": 1, "store_mb": 1, "store_rounds": 0}
         for name, lowest in lowest_of.items():
             if getattr(self, name) < lowest:
                 raise _wrong(name, f"{lowest} or more", getattr(self, name))
@@ -111,6 +124,10 @@ class Plan:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
+        if not 0 < self.fraction <= 1:
+            raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
+        if not 0 <= self.threshold < math.inf:
+            raise _wrong("threshold", "0 or more", self.threshold)
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
@@ -132,7 +149,9 @@ class Plan:
             raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
         if self.quorum and self.strategy != "fed_avg":
             raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
-        if self.local_epochs > 1 and self.strategy != "fed_avg":
+        if self.fraction < 1 and self.strategy not in _IN_ROUNDS:
+            raise _wrong("fraction", f"left out: {self.strategy} asks all devices", self.fraction)
+        if self.local_epochs > 1 and self.strategy not in _IN_ROUNDS:
             raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
         if self.quorum > len(devices):
             raise _wrong("quorum", f"at most the {len(devices)} enrolled devices", self.quorum)

@@ -55,6 +55,10 @@ def main() -> int:
         from tools import reproduce_split  # it has options of its own
 
         return reproduce_split.main(sys.argv[2:])
+    if sys.argv[1:2] == ["eft_vit"]:
+        from tools import reproduce_eft
+
+        return reproduce_eft.main(sys.argv[2:])
     if sys.argv[1:2] == ["sa"] and "--paper" in sys.argv:
         from tools import reproduce_paper  # so has this
 

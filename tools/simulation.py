@@ -14,7 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import TrainingError
-from contract.messages import ASK_KINDS, Activations, Features, Gradient, Message, Settled, Update, Welcome
+from contract.messages import (
+    ASK_KINDS,
+    Activations,
+    Features,
+    Gradient,
+    Message,
+    PatchFeatures,
+    Settled,
+    Update,
+    Welcome,
+)
 from contract.messages import Ask as AskMessage
 from contract.tokens import sent_layout
 from edge_runtime.predictions import accuracy, predict
@@ -81,7 +91,7 @@ class Answers:
             self.uploads[name] = self._join(device, messages)
             return self.uploads[name]
         (reply,) = messages
-        if not isinstance(reply, Gradient | Settled | Activations | Update):
+        if not isinstance(reply, Gradient | Settled | Activations | Update | PatchFeatures):
             raise TrainingError(f"{name} answered {ask.name} with {reply.TYPE}", "start with an empty device state")
         return reply
 

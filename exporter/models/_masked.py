@@ -14,7 +14,7 @@ from exporter.models.vit import Frontend, has_two_heads, owns
 
 
 class MaskedWhole(Frontend):
-    """Images (B, 3, h, w), and int64 positions (B, K) or None for all -> logits (B, C); parameters keep timm's names."""
+    """Images (B, 3, h, w), and int64 positions (B, K) or None for all -> logits (B, C); timm's names."""
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__(model, len(model.blocks))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Activations, Gradient, Settled, Update
+from contract.messages import Activations, Gradient, PatchFeatures, Settled, Update
 
 from ..store import Upload
 
@@ -57,6 +57,12 @@ class Settings:
     local_epochs: int = 1
     cuts: str = ""  # as `plan.parse_cuts` reads it
     quorum: int = 0  # 0 waits for all
+    # What follows is for rounds that ask some devices only, and for EFTViT.
+    fraction: float = 1.0
+    server_epochs: int = 2
+    threshold: float = 1.0  # times the median; 0: the largest class
+    store_mb: int = 1024
+    store_rounds: int = 0  # 0: for ever
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Progress:
     step: int
 
 
-Reply = Upload | Gradient | Settled | Activations | Update
+Reply = Upload | Gradient | Settled | Activations | Update | PatchFeatures
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
 Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 
