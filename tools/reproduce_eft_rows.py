@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ from edge_runtime.install import Installed
 from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.state import open_state, write_durably
 from exporter.models import family_of
+from exporter.models._peft import PROMPTS
 from server_runtime import strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, PartStrategy, Reply, Settings, Site
+from server_runtime.training_macs import VitSizes, sizes_of
 from tools.reproduce_eft_world import EftWorld, Variant, export_variant
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SITE, SplitLaboratory, SplitRates, named
 from tools.simulation import Answers, Terms, adapt
@@ -129,7 +131,7 @@ class EftLaboratory(SplitLaboratory):
         strategy = strategies.find(cell.strategy).build(shipped, settings)
         answers = TimedAnswers(devices, Terms(RUN, SITE, cell.strategy, LABEL_MODE, 0.0, cell.seed))
         shares = {name: self._class_shares(device) for name, device in devices.items()}
-        curve: list[Round] = []
+        sizes, curve = sizes_of(shipped.module), list[Round]()
         begun_s = time.monotonic()
 
         def note(values: Mapping[str, Metric]) -> None:
@@ -145,7 +147,8 @@ class EftLaboratory(SplitLaboratory):
             curve.append(
                 Round(
                     number, *judged, _float(values["loss"]), int(values["bytes_up"] or 0),
-                    int(values["bytes_down"] or 0), _float(values.get("macs_devices")), max(spent, default=0.0),
+                    int(values["bytes_down"] or 0), macs_of(cell.method, values, sizes, rates.local_epochs),
+                    max(spent, default=0.0),
                     sum(spent), round(seconds, 3),
                 )
             )  # fmt: skip
@@ -246,6 +249,21 @@ class EftLaboratory(SplitLaboratory):
             images = normalise(pixels, installed.manifest.image)
             self._images = torch.from_numpy(images).to(self._device), labels
         return self._images
+
+
+def macs_of(method: str, values: Mapping[str, Metric], sizes: VitSizes, epochs: int) -> float:
+    """Multiply-accumulates of training on all devices in a round: as the strategy counts, else by what is trained.
+
+    A weight gradient costs a forward pass more, where the gradient goes through without one, nothing. LoRA's own
+    products, prompts' own gradients and biases are left out.
+    """
+    counted = values.get("macs_devices")
+    if counted is not None:
+        return float(counted)
+    prompts = PROMPTS if method == "fed_prompt" else 0
+    block = replace(sizes, prefix=sizes.prefix + prompts).block(sizes.patches)
+    passes = {"fed_head": 1, "fed_bias": 2, "fed_prompt": 2, "fed_lora": 2, "fed_full": 3}[method]
+    return float(values["rows"] or 0) * epochs * passes * sizes.blocks * block
 
 
 def _float(value: Metric) -> float | None:

@@ -209,12 +209,21 @@ class TorchTrainer:
                 theirs: torch.from_numpy(state[f"{ours}:{name}"].copy()).to(self._device)
                 for ours, theirs in self._moments.items()
             }
-            count = {"step": torch.tensor(float(self._steps))} if self._rule.kind == "adamw" else {}
+            count = (
+                {"step": torch.tensor(float(self._steps), device=self._place_of_steps)}
+                if self._rule.kind == "adamw"
+                else {}
+            )
             self._optimiser.state[parameter].update({**count, **kept})
 
     @property
     def _moments(self) -> Mapping[str, str]:
         return MOMENTS[self._rule.kind] if self._rule.kind != "sgd" or self._rule.momentum else {}
+
+    @property
+    def _place_of_steps(self) -> torch.device:
+        """Where torch's AdamW counts: its fused kernel beside the weights, the others on the CPU."""
+        return self._device if self._device.type == "cuda" else torch.device("cpu")
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
         rule, trainable = self._rule, self._trainable
