@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -70,8 +71,11 @@ def main(argv: Sequence[str]) -> int:
         {**RATES, **options.rates},
     )  # fmt: skip
     laboratory = EftLaboratory(world, options.engine, rates, options.threads)
-    rows = []
+    rows, started_s = [], time.monotonic()
     for number, cell in enumerate(cells, start=1):
+        if time.monotonic() - started_s > options.stop_after_s:
+            say(f"{len(cells) - number + 1} rows are left, as --stop-after-s says")
+            break
         row = finish(root / "rows", options, world, cell, laboratory, f"{number} of {len(cells)}")
         rows += [] if row is None else [row]
     if options.share is not None:
@@ -91,6 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="METHOD/BETA/SEED", help="one row of the main study")
     parser.add_argument("--share", type=share, metavar="N/M", help="every M-th row from the N-th on, and no tables")
+    parser.add_argument("--stop-after-s", type=float, default=math.inf, metavar="S", help="begin no row after that")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 10")
     parser.add_argument("--local-epochs", type=int, help="epochs of a device in a round (default: 2)")
     parser.add_argument("--fraction", type=float, default=FRACTION, help="devices of a round (default: %(default)s)")
