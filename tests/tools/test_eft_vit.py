@@ -30,17 +30,18 @@ from edge_runtime.part_store import PartStore
 from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.state import open_state, write_durably
 from edge_runtime.trainer import open_trainer
-from exporter import cli
 from exporter.models._masked import masked_whole
 from server_runtime import backend_folder, split_model, strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Record, Settings, Site, State
 from server_runtime.strategies.eft_vit import EftVit
+from tests import eft_package
+from tests.eft_package import DEPTH, DIM, KEPT, LOCAL, PATCHES
+from tests.eft_package import SIDE_PX as SIZE
 from tools.simulation import Answers, Terms
 from tools.torch_trainer import open_torch_trainer
 from tools.torch_worker import MemoryStore, OpenPart, PartDevice, make_part_device
 
-SIZE, PATCHES, KEPT, DIM, LOCAL, DEPTH = 16, 16, 4, 24, 1, 2
 CLASSES = ("left", "right", "up")
 # How many images of each class: an even number of classes, one class alone, one image alone.
 SITE = {"jetson": (6, 3, 0), "pi": (0, 5, 0), "thor": (0, 0, 1)}
@@ -116,14 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     key = generate()
     save_private(root / "signing-key.pem", key)
     save_public(root / "signing-key.pub.pem", key.public_key())
-    arguments = {"img_size": SIZE, "patch_size": 4, "embed_dim": DIM, "depth": DEPTH, "num_heads": 3}
-    words = [word for name, value in arguments.items() for word in ("--model-arg", f"{name}={value}")]
-    code = cli.main(
-        ["--model", "vit_tiny_patch16_224", *words, "--for", "eft_vit", "--split", str(LOCAL), "--classes", "3",
-         "--release-whole-model", "--optimiser", "adamw", "--weight-decay", "0.05", "--augment", "crop=1",
-         "--activations", "float16", "--gradient", "float16", "-o", str(root / "front")]
-    )  # fmt: skip
-    assert code == 0
+    eft_package.export(root / "front", root / "signing-key.pem")
     folder = backend_folder.read(root / "front.backend")
     assert isinstance(folder, backend_folder.TrainingFolder)
     publisher = root / "signing-key.pub.pem"
