@@ -45,6 +45,7 @@ FIELDS = (
     Field("quorum", int, 0, "fed_avg: so many devices are enough for a round when the others are away; 0: all"),
     Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
     Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
+    Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
     Field("threshold", float, 1.0, "eft_vit: features of a class, in medians of a device's classes; 0: its largest"),
     Field("store_mb", int, 1024, "eft_vit: most MiB of features that are kept"),
     Field("store_rounds", int, 0, "eft_vit: rounds for which a device's features count; 0: until it sends others"),
@@ -59,7 +60,16 @@ FIELDS = (
 )
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
-_OF_ROUNDS = ("local_epochs", "quorum", "fraction", "server_epochs", "threshold", "store_mb", "store_rounds")
+_OF_ROUNDS = (
+    "local_epochs",
+    "quorum",
+    "fraction",
+    "server_epochs",
+    "server_rate",
+    "threshold",
+    "store_mb",
+    "store_rounds",
+)
 _ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
 _IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # whose rounds have any number of epochs, on any share of the devices
 _IGNORED = {
@@ -92,6 +102,7 @@ class Plan:
     cuts: str = ""
     fraction: float = 1.0
     server_epochs: int = 2
+    server_rate: float = 0.0
     threshold: float = 1.0
     store_mb: int = 1024
     store_rounds: int = 0
@@ -126,8 +137,9 @@ class Plan:
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
         if not 0 < self.fraction <= 1:
             raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
-        if not 0 <= self.threshold < math.inf:
-            raise _wrong("threshold", "0 or more", self.threshold)
+        for name in ("threshold", "server_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:

@@ -1,6 +1,7 @@
 """Run EFTViT beside Fed-Head, Fed-Bias, Fed-Prompt, Fed-LoRA, Fed-Full and FEDBFPT: one row for each setting and seed.
 
-Studies: main (all methods), mask (EFTViT over mask ratios), blocks (over M_l), threshold (over the sampling threshold).
+Studies: main (all methods), mask (EFTViT over mask ratios), blocks (over M_l), threshold (over the sampling threshold),
+rates (all methods over learning rates, at the first seed and beta; `--rates best` then takes the best of them).
 A finished row is kept in DIR/rows and not computed again; several commands may work on one DIR, each on a share of its
 own (`--share 3/16`), and `--table` puts together what is there. What a row is is `reproduce_eft_rows`' part.
 """
@@ -12,9 +13,9 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone
 
 ROW_SCHEMA = 1
-STUDIES = ("main", "mask", "blocks", "threshold")
+STUDIES = ("main", "mask", "blocks", "threshold", "rates")
 RATIO, LOCAL, THRESHOLD = 0.75, 2, 1.0
 RATIOS, BLOCKS, THRESHOLDS = (0.0, 0.25, 0.5, 0.85, 0.95), (1, 3, 4, 6), (1.5, 2.0, 0.0)
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
@@ -49,28 +50,30 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "full": {"seeds": [0, 1, 2], "rounds": 10, "local_epochs": 2, "batch": 64, "engine": "torch", "betas": [0.1, 1.0]},
 }
 FRACTION, JUDGE_EVERY, WARMUP, SCHEDULE = 0.5, 2, 1, "cosine"
-RATES = {  # highest learning rate of AdamW
-    "eft_vit": 5e-4, "fed_head": 5e-3, "fed_bias": 2e-3, "fed_prompt": 5e-3, "fed_lora": 1e-3, "fed_full": 2e-4,
-    "fed_bfpt": 5e-4,
+RATES = {  # highest learning rate of AdamW, on devices and on the server
+    "eft_vit": (3e-5, 5e-4), "fed_head": (5e-3, 0.0), "fed_bias": (2e-3, 0.0), "fed_prompt": (5e-3, 0.0),
+    "fed_lora": (1e-3, 0.0), "fed_full": (2e-4, 0.0), "fed_bfpt": (5e-4, 0.0),
 }  # fmt: skip
+EFT_RATES = ((3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4))
+FACTORS = (1 / 3, 3.0)  # of the others' rates
 TEST_IMAGES, DEVICES = 1000, 20
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     root = open_output(options.output)
-    cells = share_of(cells_of(options), options.share)
+    rates = {**RATES, **(best_rates(root / "rows", options) if options.rates is None else options.rates)}
+    cells = share_of(cells_of(options, rates), options.share)
     world = prepare(options, root / "scratch" / f"eft-{world_of(options)}", cells)
     if options.prepare:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda v: export_variant(world, v), dict.fromkeys(cell.variant for cell in cells)))
         say(f"{world.root}: {len(world.names('train'))} training and {len(world.names('test'))} test images")
         return 0
-    rates = EftRates(
+    effort = EftRates(
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
-        {**RATES, **options.rates},
     )  # fmt: skip
-    laboratory = EftLaboratory(world, options.engine, rates, options.threads)
+    laboratory = EftLaboratory(world, options.engine, effort, options.threads)
     rows, started_s = [], time.monotonic()
     for number, cell in enumerate(cells, start=1):
         if time.monotonic() - started_s > options.stop_after_s:
@@ -100,7 +103,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--local-epochs", type=int, help="epochs of a device in a round (default: 2)")
     parser.add_argument("--fraction", type=float, default=FRACTION, help="devices of a round (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 64)")
-    parser.add_argument("--rates", type=rates_of, default={}, metavar="METHOD=RATE,...", help="learning rates")
+    parser.add_argument(
+        "--rates", type=rates_of, default={}, metavar="METHOD=RATE,...",
+        help="highest learning rates, such as eft_vit=3e-5:5e-4 (device:server); best: of the rows of --studies rates",
+    )  # fmt: skip
     parser.add_argument("--judge-every", type=int, default=JUDGE_EVERY, help="rounds (default: %(default)s)")
     parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1 (default: what every method reaches)")
     parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
@@ -155,18 +161,40 @@ def share(text: str) -> tuple[int, int]:
     return int(first), int(whole)
 
 
-def rates_of(text: str) -> dict[str, float]:
-    """METHOD=RATE, separated by commas."""
-    found = {}
-    for part in text.split(","):
+def rates_of(text: str) -> dict[str, tuple[float, float]] | None:
+    """METHOD=RATE or METHOD=DEVICE:SERVER, separated by commas; None for `best`."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in [] if text == "best" else text.split(","):
         name, _, value = part.partition("=")
+        device, _, server = value.partition(":")
         try:
-            found[name] = float(value)
+            found[name] = (float(device), float(server or 0.0))
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"expected METHOD=RATE, found {part!r}") from error
-        if name not in METHODS or not (math.isfinite(found[name]) and found[name] > 0):
+        if name not in METHODS or not all(math.isfinite(each) for each in found[name]) or found[name][0] <= 0:
             raise argparse.ArgumentTypeError(f"expected one of {', '.join(METHODS)} = a rate above 0, found {part!r}")
+    return None if text == "best" else found
+
+
+def best_rates(folder: Path, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """The rates with which each method came furthest at the first seed and beta. Test images decide, so that these rows
+    flatter every method alike. Raises: UsageError when a method has no row."""
+    first = {"seed": options.seeds[0], "beta": options.betas[0], "engine": options.engine, "rounds": options.rounds}
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob(f"eft-{world_of(options)}-*.json"))]
+    rows = [row for row in rows if all(row[name] == value for name, value in first.items())]
+    found = {}
+    for method in options.methods:
+        own = [row for row in rows if row["method"] == method and is_usual(row)]
+        if not own:
+            raise UsageError(f"there is no finished row of {method} to choose rates by", "run --studies rates first")
+        best = max(own, key=lambda row: row["curve"][-1]["accuracy"])
+        found[method] = (best["rate"], best["server_rate"])
     return found
+
+
+def is_usual(row: Row) -> bool:
+    """Whether nothing but rates is varied."""
+    return row["method"] != "eft_vit" or (row["ratio"], row["local"], row["threshold"]) == (RATIO, LOCAL, THRESHOLD)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -195,22 +223,32 @@ def check(options: argparse.Namespace) -> None:
         )
 
 
-def cells_of(options: argparse.Namespace) -> list[EftCell]:
+def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float]]) -> list[EftCell]:
     """All cells, the first seed and the most uneven deal first: what is cut off at the end is a repetition."""
-    found = []
+
+    def eft(beta: float, seed: int, **other: Any) -> EftCell:
+        usual = EftCell("eft_vit", beta, RATIO, LOCAL, THRESHOLD, *rates["eft_vit"], seed)
+        return replace(usual, **other)
+
+    def cell(method: str, beta: float, seed: int) -> EftCell:
+        return eft(beta, seed) if method == "eft_vit" else EftCell(method, beta, 0.0, 0, 1.0, *rates[method], seed)
+
+    found, first = [], options.betas[0]
     for seed in options.seeds:
-        for beta in options.betas:
-            if "main" in options.studies:
-                for method in options.methods:
-                    own = (RATIO, LOCAL, THRESHOLD) if method == "eft_vit" else (0.0, 0, 1.0)
-                    found.append(EftCell(method, beta, *own, seed))
-        beta = options.betas[0]
+        for beta in options.betas if "main" in options.studies else ():
+            found += [cell(method, beta, seed) for method in options.methods]
+        if "rates" in options.studies and seed == options.seeds[0]:
+            for method in options.methods:
+                usual = cell(method, first, seed)
+                pairs = [(usual.rate, usual.server_rate)]
+                pairs += EFT_RATES if method == "eft_vit" else [(usual.rate * factor, 0.0) for factor in FACTORS]
+                found += [replace(usual, rate=rate, server_rate=server) for rate, server in pairs]
         if "mask" in options.studies:
-            found += [EftCell("eft_vit", beta, ratio, LOCAL, THRESHOLD, seed) for ratio in RATIOS]
+            found += [eft(first, seed, ratio=ratio) for ratio in RATIOS]
         if "blocks" in options.studies:
-            found += [EftCell("eft_vit", beta, RATIO, local, THRESHOLD, seed) for local in BLOCKS]
+            found += [eft(first, seed, local=local) for local in BLOCKS]
         if "threshold" in options.studies:
-            found += [EftCell("eft_vit", beta, RATIO, LOCAL, threshold, seed) for threshold in THRESHOLDS]
+            found += [eft(first, seed, threshold=threshold) for threshold in THRESHOLDS]
     return list(dict.fromkeys(found))
 
 
@@ -236,15 +274,15 @@ def finish(
     folder: Path, options: argparse.Namespace, world: EftWorld, cell: EftCell, laboratory: EftLaboratory, which: str
 ) -> Row | None:
     """A cell's row: from `folder` where it is finished, else computed and kept; with --table None instead."""
-    name = f"{cell.variant.name}-beta{cell.beta:g}-t{cell.threshold:g}-seed{cell.seed}"
+    rates = f"lr{cell.rate:.3g}-{cell.server_rate:.3g}"
+    name = f"{cell.variant.name}-beta{cell.beta:g}-t{cell.threshold:g}-{rates}-seed{cell.seed}"
     path = folder / f"eft-{world.name}-{options.engine}-{name}.json"
     if options.table and not path.exists():
         return None
-    rate = {**RATES, **options.rates}[cell.method]
     head: Row = {
         "row_schema": ROW_SCHEMA, "study": "eft_vit", "world": world.name, "engine": options.engine,
         "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
-        "batch": options.batch, "learning_rate": rate, "test_images": len(world.names("test")), **asdict(cell),
+        "batch": options.batch, "test_images": len(world.names("test")), **asdict(cell),
     }  # fmt: skip
     if not options.table:
         front = export_variant(world, cell.variant)
@@ -273,12 +311,11 @@ def line_of(row: Row) -> str:
 
 def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row]) -> Row:
     """What --format json prints."""
-    rates = {row["method"]: row["learning_rate"] for row in rows}
     return {
         "study": "eft_vit", "world": world.name, "data": world.note, "engine": options.engine,
         "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
         "batch": options.batch, "label_mode": LABEL_MODE,
-        "learning_rates": ", ".join(f"{name} {rate:g}" for name, rate in rates.items()) + f", {SCHEDULE}",
+        "schedule": f"{SCHEDULE}, {WARMUP} round of warm-up",
         "cells": summarise(rows, options.target), "rows": list(rows),
     }  # fmt: skip
 

@@ -42,13 +42,15 @@ JUDGED_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class EftCell:
-    """One setting and one seed; ratio, local and threshold are EFTViT's, 0 for the others."""
+    """One setting and one seed; ratio, local, threshold and server_rate are EFTViT's."""
 
     method: str
     beta: float
     ratio: float
     local: int
     threshold: float
+    rate: float  # highest learning rate, of the devices and of the server
+    server_rate: float
     seed: int
 
     @property
@@ -71,7 +73,6 @@ class EftRates:
     judge_every: int
     schedule: str
     warmup: int
-    rates: Mapping[str, float]  # method -> highest learning rate
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ class EftLaboratory(SplitLaboratory):
         rates = self._eft
         settings = Settings(
             LABEL_MODE, 0.0, rates.rounds * rates.local_epochs, 0, 0.0, cell.seed, batch=rates.batch,
-            learning_rate=rates.rates[cell.method], schedule=rates.schedule, warmup=rates.warmup * rates.local_epochs,
+            learning_rate=cell.rate, schedule=rates.schedule, warmup=rates.warmup * rates.local_epochs,
             local_epochs=rates.local_epochs, fraction=rates.fraction, threshold=cell.threshold,
+            server_rate=cell.server_rate,
         )  # fmt: skip
         strategy = strategies.find(cell.strategy).build(shipped, settings)
         answers = TimedAnswers(devices, Terms(RUN, SITE, cell.strategy, LABEL_MODE, 0.0, cell.seed))
@@ -184,7 +186,7 @@ class EftLaboratory(SplitLaboratory):
         return open_once
 
     def _make(self, name: str, cell: EftCell, installed: Installed, open_part: OpenPart) -> PartDevice:
-        root = self._root / "states" / f"{cell.variant.name}-{cell.beta:g}-{cell.threshold:g}-{cell.seed}" / name
+        root = self._root / "states" / f"{cell.variant.name}-{cell.beta:g}-{cell.seed}" / name
         open_state(root).close()
         for secret, owner in (("device_secret", name), ("site_secret", SITE)):
             key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)

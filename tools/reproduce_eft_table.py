@@ -13,7 +13,7 @@ from server_runtime.report import Results, Table
 from tools.reproduce_table import spread, with_spread
 
 Row = dict[str, Any]
-SETTING = ("method", "beta", "ratio", "local", "threshold")
+SETTING = ("method", "beta", "ratio", "local", "threshold", "rate", "server_rate")
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
@@ -79,10 +79,11 @@ def reach(row: Row, target: float) -> Row | None:
 
 def named(cell: Row) -> str:
     """A setting in words."""
-    text = f"{cell['method']}, beta {cell['beta']:g}"
+    text = f"{cell['method']}, beta {cell['beta']:g}, lr {cell['rate']:g}"
     if cell["method"] != "eft_vit":
         return text
     threshold = "largest" if cell["threshold"] == 0 else f"{cell['threshold']:g} x median"
+    text += f" / {cell['server_rate']:g}"
     return f"{text}, r {cell['ratio']:g}, M_l {cell['local']}, {threshold}"
 
 
@@ -112,7 +113,7 @@ def results_of(document: Row) -> Results:
         )
         for row in document["rows"]
     )
-    facts = ("data", "rounds", "local_epochs", "fraction", "batch", "learning_rates", "engine", "label_mode")
+    facts = ("data", "rounds", "local_epochs", "fraction", "batch", "schedule", "engine", "label_mode")
     return Results(
         title="EFTViT beside federated tuning",
         facts=tuple((name.replace("_", " "), document[name]) for name in facts),

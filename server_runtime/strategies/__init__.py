@@ -60,6 +60,7 @@ class Settings:
     # What follows is for rounds that ask some devices only, and for EFTViT.
     fraction: float = 1.0
     server_epochs: int = 2
+    server_rate: float = 0.0  # 0: as the devices
     threshold: float = 1.0  # times the median; 0: the largest class
     store_mb: int = 1024
     store_rounds: int = 0  # 0: for ever

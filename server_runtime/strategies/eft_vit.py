@@ -113,7 +113,8 @@ class EftVit:
 
     def _learn(self, rounds: Rounds) -> Talk[dict[str, Metric]]:
         """theta_g, theta_h <- AdamW on the store's (h, y)."""
-        s, w, rate = self._settings, rounds.w, rounds.tally.lr
+        s, w = self._settings, rounds.w
+        rate = rounds.tally.lr * (s.server_rate / s.learning_rate or 1.0)  # both fall by one schedule
         self._store.forget_before(rounds.epoch)
         loss, rows, steps = 0.0, 0, 0
         for epoch in range(s.server_epochs if len(self._store) else 0):
