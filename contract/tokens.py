@@ -25,7 +25,7 @@ SOURCES_MAX = 65535  # a source index is two bytes on the wire
 TIE_COSINE = 1e-6  # cosines closer than this are equal: BLAS rounds differently from machine to machine
 SIMILARITY_BLOCK_BYTES = 16 << 20  # similarities held at once
 
-Kept = Literal["all", "checkerboard", "quarter"]  # which patch tokens are sent
+Kept = Literal["all", "checkerboard", "quarter", "none"]  # which patch tokens are sent
 KEPT: tuple[Kept, ...] = get_args(Kept)
 
 
@@ -69,13 +69,15 @@ class SentRule:
 def kept_patches(grid: tuple[int, int], kept: Kept) -> npt.NDArray[np.int64]:
     """The patch positions (K,) that are sent, ascending: the same for every image, so that nothing need be said.
 
-    `checkerboard` sends every second patch of each row, `quarter` every second one of every second row.
+    `checkerboard` sends every second patch of each row, `quarter` every second one of every second row, `none` the
+    prefix tokens alone.
     """
     row, column = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     chosen = {
         "all": np.ones(len(row), np.bool_),
         "checkerboard": (row + column) % 2 == 0,
         "quarter": (row % 2 == 0) & (column % 2 == 0),
+        "none": np.zeros(len(row), np.bool_),
     }[kept]
     return np.flatnonzero(chosen).astype(np.int64)
 

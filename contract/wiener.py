@@ -97,10 +97,11 @@ class SpatialFilter:
     def restore(self, received: Any) -> Any:
         """Noisy tokens (B, K, d) -> estimates (B, N, d)."""
         groups, sent, members = self.gains.shape
+        images = received.shape[0]
         components = ((received - self.mean_sent) / self.sigma) @ self.basis
-        grouped = components.reshape(-1, sent, groups, members).swapaxes(1, 2)  # (B, G, K, m)
+        grouped = components.reshape(images, sent, groups, members).swapaxes(1, 2)  # (B, G, K, m)
         found = self.spread @ ((self.turn @ grouped) * self.gains)  # (B, G, N, m)
-        together = found.swapaxes(1, 2).reshape(-1, *self.mean.shape)
+        together = found.swapaxes(1, 2).reshape(images, *self.mean.shape)
         return self.mean + (together @ self.basis.T) * self.sigma
 
     def converted(self, convert: Callable[[Any], Any]) -> SpatialFilter:

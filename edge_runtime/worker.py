@@ -44,7 +44,7 @@ class Bench:
     wire_labels: NDArray[np.int64]  # (C,): entry c is what class c is called on the wire
     max_releases: int
     features: Path  # folder of the clean features
-    retrieves_patches: bool = True  # as the manifest says
+    retrieves_patches: bool = True  # as the manifest says; never where no patch is sent
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,13 @@ class Worker:
             reply = self._keeper.score(ask) if ask.kind == "score_batch" else self._keeper.step_head(ask, run)
         yield reply
 
+    @property
+    def _retrieves(self) -> bool:
+        return self._bench.retrieves_patches and self._bench.cut.sent.kept != "none"
+
     def batch_size(self, upload: Upload) -> int:
         """Samples per message."""
-        with_sources = upload.split == "train" and self._bench.retrieves_patches
+        with_sources = upload.split == "train" and self._retrieves
         return samples_per_batch(self._sent, with_sources, upload.frame_bytes)
 
     def fingerprint(self, upload: Upload) -> str:
@@ -128,14 +132,14 @@ class Worker:
         total, layout = len(self.samples), self._bench.cut.tokens
         if upload.first_batch * self.batch_size(upload) >= total:
             return
-        if self._bench.retrieves_patches:
+        if self._retrieves:
             check_source_count(total)  # before hours of extraction, not after
         self._check_releases(upload)
         path = self._bench.features / FEATURES_NAME
         try:
             with self._stages.measure("extract"), self._around.open_progress(total, "features", "images") as bar:
                 extract(self._bench.frontend, self.samples, path, self._ticking(bar))
-            sources = self._retrieve(path, total, layout) if self._bench.retrieves_patches else None
+            sources = self._retrieve(path, total, layout) if self._retrieves else None
 
             def tokens_of(start: int, count: int) -> NDArray[np.float16]:
                 tokens = read_features(path, layout, start, count)

@@ -239,6 +239,10 @@ def _statistics(bench: Bench, tokens: NDArray[np.float16]) -> PublicTokens:
     public = measure_tokens(
         bench.facts.layout, lambda: (tokens[start : min(start + step, count)] for start in range(0, count, step))
     )
+    if bench.plan.sent_patches == "none" and not bench.facts.layout.prefix:
+        raise UsageError(
+            "--sent-patches none sends the class token alone, and this model has none at the cut", "send some patches"
+        )
     if public.spatial is None and bench.plan.sent_patches != "all":
         raise UsageError(
             f"--sent-patches {bench.plan.sent_patches} needs patches few enough to be filled in from each other, at "

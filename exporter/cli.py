@@ -68,13 +68,16 @@ FIELDS = (
     Field("alpha", float, 0.1, "relative strength of the devices' weight noise"),
     Field("kappa", float, 0.25, "default strength of the feature noise, in standard deviations per channel"),
     Field("kappa_max", float, 1.0, "strongest feature noise that the backend is tuned for"),
-    Field("sent_patches", str, "all", "patch tokens that devices send; the server fills the others in"),
+    Field("sent_patches", str, "all", "patch tokens that devices send; none: the class token alone"),
     Field("prefix_noise", float, 1.0, "noise of the class token, as a share of the patches'"),
     Field("name", str, None, "name of the package; default: model and split"),
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
     Field("seed", int, 0, "seed of everything random"),
     Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
     Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
+    Field(
+        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
+    ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
@@ -258,7 +261,7 @@ def _export(plan: ExportPlan):
     import torch
 
     from exporter.build import Surroundings, export
-    from exporter.few_shot import FewShotSettings
+    from exporter.few_shot import played
     from exporter.training_package import export_training
     from exporter.tune import settings_for
 
@@ -270,7 +273,7 @@ def _export(plan: ExportPlan):
     )
     if plan.training is not None:
         return export_training(plan, surroundings)
-    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
+    return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), played(plan.played_sites))
 
 
 def _signer(plan: ExportPlan) -> PrivateKey:

@@ -46,6 +46,11 @@ class FewShotSettings:
     least_classes: int = 4
 
 
+def played(sites: int | None) -> FewShotSettings:
+    """The usual settings, with so many tasks where a number is asked for."""
+    return FewShotSettings() if sites is None else FewShotSettings(episodes_most=sites, episodes_least=sites)
+
+
 @dataclass(frozen=True)
 class Trial:
     """One pair of rates and its mean accuracy over the episodes."""

@@ -161,6 +161,7 @@ class ExportPlan:
     masked: bool = False  # the frontend takes the patches to run as a second input
     no_hilbert: bool = False  # leave the Hilbert transforms out of the public set (SA's ablation "w/o HT")
     tuning_subsets: int = 3  # M; 0: the sent frontend alone
+    played_sites: int | None = None  # None: by the size of the backend
 
     def __post_init__(self) -> None:
         known = ", ".join(QUANTIZERS)
@@ -178,6 +179,8 @@ class ExportPlan:
         _require(self.version is None or self.version >= 1, f"version must be 1 or more, found {self.version}")
         _require(self.limit_tuning >= 1, f"limit-tuning must be 1 or more, found {self.limit_tuning}")
         _require(self.tuning_subsets >= 0, f"tuning-subsets must be 0 or more, found {self.tuning_subsets}")
+        sites = self.played_sites
+        _require(sites is None or sites >= 1, f"played-sites must be 1 or more, found {sites}")
         if self.training is not None and self.int8:
             raise UsageError(
                 f"--int8 is for frontends; {self.training.strategy} trains its part in float32", "leave out --int8"

@@ -8,11 +8,13 @@ tokens, X_m those of the frontend that was quantized on subset m of D_u (m = 0: 
 Published: L = sum over x and m of CE(lambda X_m + (1 - lambda) X_K), lambda ~ Beta(.75, .75) per sample, Adam at 1e-5,
 one epoch. Noise-aware: the frontends of the subsets carry weight noise, as every device's own will, all tokens go
 through the wire at a random strength of noise, each batch meets one frontend, and each image is transformed every other
-time.
+time; and the backend learns to give the features that it gave of clean tokens before, not the public classes: sites
+have other classes, and need the features as they were (docs/results.md has what that is worth).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,15 +33,19 @@ from exporter.channel import WireChannel
 class TuneSettings:
     """How the backend is tuned; the strengths of the noise are the channel's own list."""
 
-    epochs: int = 3
-    lr: float = 1e-4
-    batch: int = 32
+    epochs: int | None = None  # None: by the size of the backend
+    lr: float = 5e-4
+    batch: int = 64
     mix: float = 0.75  # both parameters of the Beta that mixes two frontends' tokens
     subsets: int = 3  # M: disjoint parts of the public set, each of which calibrates a frontend for tuning
     published: bool = False  # every sample meets every frontend once an epoch, and nothing carries noise
 
 
-PUBLISHED = TuneSettings(epochs=1, lr=1e-5, published=True)
+PUBLISHED = TuneSettings(epochs=1, lr=1e-5, batch=32, published=True)
+EPOCHS_LEAST, EPOCHS_MOST = 3, 20
+BUDGET_MACS = 2e13  # of a tuning: minutes on two cores; decides between least and most epochs
+WARM = 0.05  # share of the steps in which the rate rises
+SMALLEST_SPREAD = 1e-6  # of a feature over images: below it there is nothing but rounding
 
 
 def settings_for(tune: str, subsets: int = TuneSettings.subsets) -> TuneSettings:
@@ -93,11 +99,18 @@ def linear_head(weight: Tensor, bias: Tensor) -> nn.Linear:
     return head
 
 
+def count_epochs(backend: nn.Module, token_count: int, images: int) -> int:
+    """As many epochs as the budget pays for. A function of sizes alone, so that an export repeats anywhere."""
+    parameters = sum(parameter.numel() for parameter in backend.parameters())
+    macs = images * token_count * parameters * 3.0  # forward once, backward twice that
+    return int(np.clip(BUDGET_MACS // max(macs, 1.0), EPOCHS_LEAST, EPOCHS_MOST))
+
+
 def tune(
     model: Classifier, tokens: TokenSet, rows: NDArray[np.int64], classes: NDArray[np.int64],
     channel: WireChannel | None, settings: TuneSettings, rng: np.random.Generator, device: str, description: str,
 ) -> None:  # fmt: skip
-    """Minimise the cross-entropy of public tokens over backend and head, in place.
+    """Tune the backend in place; published also the head, which noise-aware tuning leaves alone.
 
     Images rows (n,) of the token set are used; `classes` (C,) lists the class number that each logit stands for.
     Without a channel tokens go to the backend as they are.
@@ -105,14 +118,18 @@ def tune(
     Raises TrainingError when the loss is not finite.
     """
     model.to(device).eval()  # no dropout: a few hundred steps regularised by the noise itself
-    for parameter in model.parameters():
+    loss_of = _classes(model, tokens, classes, device) if settings.published else _features(model, tokens, rows, device)
+    learnt = model if settings.published else model.backend
+    for parameter in learnt.parameters():
         parameter.requires_grad_(True)
-    optimiser = torch.optim.Adam(model.parameters(), lr=settings.lr)
+    optimiser = torch.optim.Adam(learnt.parameters(), lr=settings.lr)
     generator = torch.Generator(device=device).manual_seed(int(rng.integers(2**62)))
-    target = _targets(tokens.labels, classes)
     samples = union(tokens, rows) if settings.published else rows
-    with progress(total=settings.epochs * len(samples), description=description, unit="images") as bar:
-        for _ in range(settings.epochs):
+    epochs = settings.epochs or count_epochs(model.backend, tokens.frontends[0].shape[1], len(samples))
+    steps = epochs * -(-len(samples) // settings.batch)
+    step = 0
+    with progress(total=epochs * len(samples), description=description, unit="images") as bar:
+        for _ in range(epochs):
             order = rng.permutation(samples)
             for start in range(0, len(order), settings.batch):
                 batch = order[start : start + settings.batch]
@@ -125,18 +142,56 @@ def tune(
                 if channel is not None:
                     level = int(rng.integers(len(channel.kappas)))
                     inputs = channel.restore(channel.release(inputs, level, generator), level)
-                wanted = torch.from_numpy(np.tile(target[batch % tokens.images], len(mixtures))).to(device)
-                loss = cross_entropy(model(inputs), wanted)
+                loss = loss_of(inputs, np.tile(batch, len(mixtures)))
                 if not torch.isfinite(loss):
                     raise TrainingError(
                         f"the tuning loss should be finite, found {loss.item()}",
                         "check the weights, or use --tune none",
                     )
+                optimiser.param_groups[0]["lr"] = settings.lr * (1.0 if settings.published else _share(step, steps))
                 optimiser.zero_grad(set_to_none=True)
                 loss.backward()
                 optimiser.step()
+                step += 1
                 bar.update(len(batch))
     model.requires_grad_(False)
+
+
+Loss = Callable[[Tensor, "NDArray[np.int64]"], Tensor]  # of tokens (B, T, d) of these rows of the token set
+
+
+def _classes(model: Classifier, tokens: TokenSet, classes: NDArray[np.int64], device: str) -> Loss:
+    """Cross-entropy of the public classes."""
+    target = _targets(tokens.labels, classes)
+
+    def loss(inputs: Tensor, batch: NDArray[np.int64]) -> Tensor:
+        return cross_entropy(model(inputs), torch.from_numpy(target[batch % tokens.images]).to(device))
+
+    return loss
+
+
+def _features(model: Classifier, tokens: TokenSet, rows: NDArray[np.int64], device: str) -> Loss:
+    """Square distance to what the backend, as it is now, makes of clean tokens; in units of each feature's spread."""
+    clean = union(tokens, rows)
+    goal = backend_features(model.backend, tokens, clean, device, "Features of clean tokens")
+    spread = goal.std(dim=0, correction=0)
+    goal, scale = goal.to(device), torch.where(spread > SMALLEST_SPREAD, spread, 1.0).to(device)
+    place = np.full(len(tokens.frontends[0]), -1, np.int64)
+    place[clean] = np.arange(len(clean))
+
+    def loss(inputs: Tensor, batch: NDArray[np.int64]) -> Tensor:
+        wanted = goal[torch.from_numpy(place[batch]).to(device)]
+        return ((model.backend(inputs) - wanted) / scale).square().mean()
+
+    return loss
+
+
+def _share(step: int, steps: int) -> float:
+    """Share of the learning rate at a step: a linear rise, then half a cosine to zero."""
+    rise = max(1, int(WARM * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
 def union(tokens: TokenSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:

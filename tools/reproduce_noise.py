@@ -45,7 +45,7 @@ DATASET = "cifar10"
 ALPHA = 0.1
 NOISY_FRONTENDS = 2  # of the server's tuning and of the attacker
 UNSEEN = 0.1  # share of the public pictures on which an attack's progress is checked
-RATES = (Rates(1e-3, 1e-3), Rates(1e-4, 1e-3))  # the first is what export-frontend chose on this world
+RATES = (Rates(1e-4, 3e-3), Rates(3e-4, 3e-3))
 
 
 @dataclass(frozen=True)

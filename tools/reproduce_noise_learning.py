@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from contract.adaptation import rate_share
 from contract.console import say
+from exporter.few_shot import Standard
+from server_runtime.backend import zero_head
 from server_runtime.strategies import linear_probe
 
 WARM_UP = 3  # steps before a graph is recorded
@@ -174,12 +177,13 @@ def adapt(
     restore: Callable[[Tensor], Tensor], classes: int, rates: Rates, epochs: int, seed: int,
 ) -> tuple[nn.Module, nn.Linear]:  # fmt: skip
     """Split adaptation's step 6 on received tokens (n, S, d): each epoch every image as it is, and once with a quarter
-    of its patches from `sources` (n, S - prefix)."""
+    of its patches from `sources` (n, S - prefix). As the server does: a head of zeros on standardised features, rates
+    that fall by epoch. The model that is returned gives standardised features."""
     device = received.device
-    learnt = copy.deepcopy(backend).requires_grad_(True)
+    standard = Standard(features_of(backend, received, restore))
+    learnt = nn.Sequential(copy.deepcopy(backend).requires_grad_(True), standard)
     torch.manual_seed(seed)
-    head = nn.Linear(features_of(backend, received[:2], restore).shape[1], classes).to(device)
-    nn.init.zeros_(head.bias)
+    head = zero_head(len(standard.mean), classes, device)
 
     def loss(tokens: Tensor, wanted: Tensor) -> Tensor:
         return functional.cross_entropy(head(learnt(restore(tokens))).float(), wanted)
@@ -190,7 +194,7 @@ def adapt(
     count, patches = received.shape[0], received.shape[1] - prefix
     batch = min(32, 2 * count)
     places = torch.arange(received.shape[1], device=device)
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         order = torch.randperm(2 * count, device=device)
         for rows in order.split(batch):
             if len(rows) < batch:  # a recorded step has one size; another epoch brings the images that are left
@@ -201,7 +205,7 @@ def adapt(
                 drawn = torch.rand(batch, patches, device=device).argsort(dim=1) < round(patches / 4)
                 replaced = drawn & (rows >= count)[:, None]
                 origin[:, prefix:] = torch.where(replaced, sources[image], origin[:, prefix:])
-            stepper.step(1.0, received[origin, places], labels[image])
+            stepper.step(rate_share(epoch, epochs), received[origin, places], labels[image])
     return learnt.requires_grad_(False), head.requires_grad_(False)
 
 

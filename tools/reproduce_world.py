@@ -32,6 +32,7 @@ FULL_MODEL = "vit_small_patch16_224"
 TRAINED_ON = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # how the weights' images were normalised
 FULL_ARGS = {"img_size": 64, "patch_size": 8, "num_classes": 200, "pretrained_cfg_overlay": TRAINED_ON}
 FULL_SPLIT = 8
+FULL_WORDS = ("--played-sites", "8")  # three, which its size gives by default, do not tell neighbouring rates apart
 PUBLIC_ARCHIVE = "data/tinyimagenet_server.zip"
 FULL_WEIGHTS = "models/vit_small_p8_64_tin200.safetensors"
 DEVICE = "device-a"  # the one device of the full world's site
@@ -67,7 +68,8 @@ class SiteFolders:
 @dataclass(frozen=True)
 class World:
     """Model, public images, and the sites that can be drawn; `site(dataset, shots, seed)` makes its folders on first
-    use. `package` names one of the packages that are made of the model, `words` are the exporter's for it."""
+    use. `package` names one of the packages that are made of the model, `words` are the exporter's for it, `always`
+    those for all of them."""
 
     name: str
     root: Path
@@ -80,6 +82,7 @@ class World:
     split: int | None = None
     package: str = SHIPPED
     words: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -153,7 +156,7 @@ def full_world(root: Path, shared: Path, test_images: int | None, datasets: Sequ
     images = public / "tinyimagenet" / "train"
     return World(
         "full", root, FULL_MODEL, FULL_ARGS, shared / FULL_WEIGHTS, images, notes,
-        lambda dataset, shots, seed: draws[dataset].site(shots, seed), FULL_SPLIT,
+        lambda dataset, shots, seed: draws[dataset].site(shots, seed), FULL_SPLIT, always=FULL_WORDS,
     )  # fmt: skip
 
 
@@ -269,7 +272,8 @@ def export_package(world: World) -> None:
     split = [] if world.split is None else ["--split", world.split]
     words = [
         sys.executable, "-m", "exporter.cli", "--model", world.model, *arguments, *split, "--weights", world.weights,
-        "--int8", "--calibration", world.public, "--seed", 1, *world.words, "-o", world.front,
+        "--int8", "--calibration", world.public, "--seed", 1, *world.always, *world.words, "-o",
+        world.front,
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     texts = [str(word) for word in words]

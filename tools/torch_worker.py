@@ -60,7 +60,7 @@ from tools.torch_trainer import TorchTrainer
 IMAGES_AT_ONCE = 250  # a device runs as many side by side as it has threads; here they are one batch
 
 Attributes = Mapping[str, object]
-Operator = Callable[..., Tensor]  # (attributes, *inputs)
+Operator = Callable[..., "Tensor | tuple[Tensor, ...]"]  # (attributes, *inputs)
 OpenFrontend = Callable[[Path], Engine]
 OpenPart = Callable[[TrainingCut], Trainer | TorchTrainer]
 
@@ -113,6 +113,13 @@ def _shape(attributes: Attributes, x: Tensor) -> Tensor:
     return torch.tensor(x.shape[attributes.get("start", 0) : attributes.get("end", None)])
 
 
+def _split(attributes: Attributes, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+    axis = int(attributes.get("axis", 0))
+    if sizes is not None:
+        return x.split(sizes.tolist(), axis)
+    return x.split(-(-x.shape[axis] // int(attributes["num_outputs"])), axis)
+
+
 def _layer_norm(attributes: Attributes, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if attributes.get("axis", -1) not in (-1, x.dim() - 1):
         raise _unknown("LayerNormalization over several axes")
@@ -143,6 +150,7 @@ OPERATORS: Mapping[str, Operator] = {
     "Concat": lambda attributes, *parts: torch.cat(parts, int(attributes["axis"])),
     "Expand": _expand,
     "Shape": _shape,
+    "Split": _split,
 }
 
 
@@ -159,17 +167,17 @@ class Step:
     operator: Operator
     attributes: Attributes
     inputs: tuple[str, ...]
-    output: str
+    outputs: tuple[str, ...]
 
 
 def _step(node: NodeProto) -> Step:
     if node.domain or node.op_type not in OPERATORS:
         raise _unknown(f"operator {node.domain}{'::' if node.domain else ''}{node.op_type} (node {node.name})")
-    if len(node.output) != 1 or "" in node.input:
-        raise _unknown(f"a {node.op_type} with left-out inputs or several outputs (node {node.name})")
+    if "" in node.input or "" in node.output:
+        raise _unknown(f"a {node.op_type} with left-out inputs or outputs (node {node.name})")
     values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     attributes = {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
-    return Step(node.name, OPERATORS[node.op_type], attributes, tuple(node.input), node.output[0])
+    return Step(node.name, OPERATORS[node.op_type], attributes, tuple(node.input), tuple(node.output))
 
 
 # -- the engine
@@ -192,7 +200,7 @@ class TorchEngine:
         self._steps: list[Step] = []
         for step in map(_step, graph.node):
             if all(name in self._constants for name in step.inputs):  # stored weights are dequantized once
-                self._constants[step.output] = self._run_step(step, self._constants)
+                self._constants.update(self._run_step(step, self._constants))
             else:
                 self._steps.append(step)
         last_use = {name: place for place, step in enumerate(self._steps) for name in step.inputs}
@@ -209,7 +217,7 @@ class TorchEngine:
         try:
             values = {self._input: self._place(images)}
             for step, done in zip(self._steps, self._done_after, strict=True):
-                values[step.output] = self._run_step(step, ChainMap(values, self._constants))
+                values.update(self._run_step(step, ChainMap(values, self._constants)))
                 for name in done:
                     del values[name]
             tokens: NDArray[np.float32] = values[self._output].cpu().numpy()
@@ -217,10 +225,12 @@ class TorchEngine:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def _run_step(self, step: Step, values: Mapping[str, Tensor]) -> Tensor:
+    def _run_step(self, step: Step, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The step's outputs by name."""
         try:
-            return step.operator(step.attributes, *(values[name] for name in step.inputs))
-        except (RuntimeError, IndexError, TypeError, KeyError) as error:
+            found = step.operator(step.attributes, *(values[name] for name in step.inputs))
+            return dict(zip(step.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        except (RuntimeError, IndexError, TypeError, KeyError, ValueError) as error:
             raise EngineError(
                 f"torch {torch.__version__} cannot run {step.name}: {str(error).splitlines()[0][:300]}",
                 "use --engine onnxruntime",

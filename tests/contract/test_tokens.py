@@ -50,6 +50,7 @@ def test_kept_patches_are_a_checkerboard_or_every_second_of_every_second_row() -
     assert kept_patches(grid, "all").tolist() == list(range(12))
     assert kept_patches(grid, "checkerboard").tolist() == [0, 2, 5, 7, 8, 10]
     assert kept_patches(grid, "quarter").tolist() == [0, 2, 8, 10]
+    assert kept_patches(grid, "none").tolist() == []
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -111,7 +111,7 @@ def _draw(statistics: SpatialStatistics, sigma: np.ndarray, count: int, rng: np.
     return statistics.mean + (components @ statistics.basis.T) * sigma
 
 
-@pytest.mark.parametrize("kept", ["all", "checkerboard", "quarter"])
+@pytest.mark.parametrize("kept", ["all", "checkerboard", "quarter", "none"])
 def test_the_spatial_filter_is_the_textbook_estimate_of_every_position(kept: str) -> None:
     rng = np.random.default_rng(0)
     statistics, sigma = _spatial(rng, (4, 3), 6), rng.uniform(0.5, 2.0, 6)
@@ -135,7 +135,7 @@ def test_neighbours_help_and_what_is_not_sent_is_filled_in() -> None:
     tokens = _draw(statistics, sigma, 400, rng)
     noisy = tokens + rng.laplace(size=tokens.shape)
     errors = {}
-    for kept in ("all", "checkerboard", "quarter"):
+    for kept in ("all", "checkerboard", "quarter", "none"):
         chosen = kept_patches((4, 4), kept)  # type: ignore[arg-type]
         found = spatial_filter(statistics, sigma, np.full(8, 2.0), chosen).restore(noisy[:, chosen])
         errors[kept] = float(np.square(found - tokens).mean())
@@ -143,6 +143,7 @@ def test_neighbours_help_and_what_is_not_sent_is_filled_in() -> None:
     energy = float(np.square(tokens - statistics.mean).mean())
     assert errors["all"] < 0.9 * alone
     assert errors["all"] < errors["checkerboard"] < errors["quarter"] < 0.9 * energy
+    assert errors["none"] == pytest.approx(energy, rel=1e-5)  # nothing but the mean is known of it
 
 
 def test_without_noise_the_spatial_filter_passes_what_was_sent() -> None:

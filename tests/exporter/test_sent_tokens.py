@@ -26,11 +26,17 @@ RULE = SentRule("checkerboard", 0.5)
 KAPPA = 0.5
 
 
+@pytest.fixture(scope="module", params=[RULE, SentRule("none", 0.5)], ids=["half", "class token"])
+def rule(request: pytest.FixtureRequest) -> SentRule:
+    found: SentRule = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(rule: SentRule, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sent")
     pictures = tiny.write_pictures(root / "public", 15)
-    tiny.run(root / "front", calibration=str(pictures), sent_patches=RULE.kept, prefix_noise=RULE.prefix_share)
+    tiny.run(root / "front", calibration=str(pictures), sent_patches=rule.kept, prefix_noise=rule.prefix_share)
     return root / "front"
 
 
@@ -41,24 +47,27 @@ def shipped(folder: Path) -> backend_folder.BackendFolder:
     return found
 
 
-def test_the_signed_manifest_says_what_is_sent(folder: Path) -> None:
-    assert from_bytes((folder / "manifest.json").read_bytes()).cuts[0].sent == RULE
+def test_the_signed_manifest_says_what_is_sent(folder: Path, rule: SentRule) -> None:
+    assert from_bytes((folder / "manifest.json").read_bytes()).cuts[0].sent == rule
 
 
-def test_the_server_expects_the_tokens_that_a_device_sends(shipped: backend_folder.BackendFolder) -> None:
+def test_the_server_expects_the_tokens_that_a_device_sends(
+    shipped: backend_folder.BackendFolder, rule: SentRule
+) -> None:
     cut = shipped.cut
     keying = NoiseKeying(bytes(32), bytes(32), cut.index, noise_kind(0.1, None), KAPPA)
     clean = np.zeros((cut.tokens.count, cut.tokens.dim), np.float32)
     codes, _ = FeatureNoise(cut, keying).release(clean, bytes(32))
+    patches = len(law.kept_patches(cut.tokens.grid, rule.kept))
     expected = Expected(shipped.layout, "permuted-label").layout
-    assert expected is not None and codes.shape == (expected.count, expected.dim) == (1 + 8, 48)
+    assert expected is not None and codes.shape == (expected.count, expected.dim) == (1 + patches, 48)
     theta_b = backends.load(shipped, KAPPA, torch.device("cpu"))
     assert theta_b.tokens(codes[None]).shape == (1, cut.tokens.count, cut.tokens.dim)
-    assert theta_b.front.patches == 8 and theta_b.width == 48
+    assert theta_b.front.patches == patches and theta_b.width == 48
 
 
 def test_server_and_tuning_restore_the_same_tokens_from_a_devices_codes(
-    shipped: backend_folder.BackendFolder,
+    shipped: backend_folder.BackendFolder, rule: SentRule
 ) -> None:
     cut, rng = shipped.cut, np.random.default_rng(0)
     keying = NoiseKeying(bytes(32), bytes(32), cut.index, noise_kind(0.1, None), KAPPA)
@@ -67,8 +76,8 @@ def test_server_and_tuning_restore_the_same_tokens_from_a_devices_codes(
     codes = np.stack([noise.release(each, bytes([row]) * 32)[0] for row, each in enumerate(clean)])
     server = backends.load(shipped, KAPPA, torch.device("cpu")).tokens(codes)
     public = _public_of(shipped)
-    channel = WireChannel(public, cut.tokens, [KAPPA], "cpu", RULE)
-    steps = law.wire_steps(cut.statistics, KAPPA, RULE.prefix_share)
+    channel = WireChannel(public, cut.tokens, [KAPPA], "cpu", rule)
+    steps = law.wire_steps(cut.statistics, KAPPA, rule.prefix_share)
     tuned = channel.restore(torch.from_numpy(law.dequantize(codes, steps, cut.tokens.prefix)), 0)
     torch.testing.assert_close(tuned, server, rtol=1e-4, atol=1e-4)
 

@@ -21,6 +21,7 @@ from exporter.few_shot import (
     default_rates,
     draw_episode,
     hold_out,
+    played,
     turned,
 )
 from exporter.statistics import PublicTokens, TokenMoments
@@ -30,6 +31,7 @@ from exporter.tune import (
     TokenSet,
     TuneSettings,
     backend_features,
+    count_epochs,
     disjoint_subsets,
     fit_head,
     linear_head,
@@ -128,7 +130,7 @@ def test_a_fitted_head_answers() -> None:
     assert accuracy > 0.8
 
 
-def test_tuning_learns_to_read_noisy_tokens_and_repeats() -> None:
+def test_tuning_learns_the_features_of_clean_tokens_from_noisy_ones_and_repeats() -> None:
     tokens, unseen = _tokens(40), _tokens(40, seed=1)
     channel = _channel(tokens, 0.0, 0.5, 1.0)
     torch.manual_seed(0)
@@ -140,21 +142,26 @@ def test_tuning_learns_to_read_noisy_tokens_and_repeats() -> None:
         tune(model, tokens, np.arange(240), np.arange(CLASSES), channel, SETTINGS, rng, "cpu", "tuning")
         return model
 
-    def score(model: Classifier) -> float:
-        generator = _generator()
-        return top1(
-            model,
-            unseen.frontends[1],
-            unseen.labels,
-            lambda x: channel.restore(channel.release(x, 2, generator), 2),
-            "cpu",
-        )
+    def error(model: Classifier) -> float:
+        """Of unseen images under the strongest noise, against what the untuned backend makes of clean ones."""
+        clean, other = (torch.from_numpy(unseen.frontends[place].astype(np.float32)) for place in (0, 1))
+        goal = start.backend(clean)
+        noisy = channel.restore(channel.release(other, 2, _generator()), 2)
+        return float(((model.backend(noisy) - goal) / goal.std(dim=0)).square().mean().detach())
 
     first, second = tuned(), tuned()
-    assert score(first) > score(start) + 0.2
+    assert error(first) < 0.9 * error(start)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert torch.equal(first.head.weight, start.head.weight)  # the features stay those that it reads
     assert not any(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_a_large_backend_is_tuned_for_fewer_epochs() -> None:
+    small, large = nn.Linear(8, 8), nn.Linear(4096, 4096)
+    assert count_epochs(small, 17, 2000) == 20
+    assert 3 < count_epochs(large, 17, 2000) < 20
+    assert count_epochs(large, 197, 2000) == 3
 
 
 def test_share_0_of_a_mixture_is_the_plain_token_and_share_1_the_other_exactly() -> None:
@@ -233,7 +240,8 @@ def test_the_published_loss_sums_over_every_picture_its_transform_and_every_fron
 
 
 def test_noise_aware_tuning_shows_each_image_or_its_transform_and_one_frontend_a_batch() -> None:
-    seen = _recorded(TuneSettings(epochs=40, batch=6, mix=1e9), 2)
+    clean, *seen = _recorded(TuneSettings(epochs=40, batch=6, mix=1e9), 2)
+    assert sorted(clean.tolist()) == list(range(12))  # whose features are the goal: images and transforms
     assert all(len(each) == 6 for each in seen) and len(seen) == 40
     assert all(sorted((each % 32 % 6).tolist()) == list(range(6)) for each in seen)
     transformed = (torch.cat(seen) % 32 >= 5.5).float().mean()
@@ -254,7 +262,7 @@ def test_a_loss_that_is_not_finite_ends_the_export() -> None:
     tokens = _tokens(4)
     model = Classifier(MeanBackend(), nn.Linear(8, CLASSES))
     with torch.no_grad():
-        model.head.bias[0] = float("nan")
+        model.backend.mix.weight[0, 0] = float("nan")
     with pytest.raises(TrainingError, match="finite"):
         tune(
             model, tokens, np.arange(24), np.arange(CLASSES), _channel(tokens, 0.0), SETTINGS, np.random.default_rng(0),
@@ -310,6 +318,8 @@ def test_small_backends_get_more_episodes_and_large_ones_the_least() -> None:
     with torch.device("meta"):
         large = nn.Linear(10_000, 10_000)
     assert count_episodes(large, 197, settings) == settings.episodes_least
+    assert [count_episodes(module, 197, played(9)) for module in (nn.Linear(8, 8), large)] == [9, 9]
+    assert played(None) == FewShotSettings()
 
 
 @pytest.mark.parametrize("shape, turns", [((2, 3, 6, 6), 3), ((2, 3, 4, 6), 2)])

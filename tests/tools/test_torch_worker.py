@@ -190,3 +190,23 @@ def test_precise_products_are_kept_apart_from_the_servers_fast_ones(package: Pat
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("sizes", [None, [1, 3, 1]], ids=["equal parts", "given sizes"])
+def test_a_split_gives_all_its_parts(sizes: list[int] | None) -> None:
+    """Older exporters write queries, keys and values so; the last of equal parts is the smaller one."""
+    inputs = ["images"] + ([] if sizes is None else ["sizes"])
+    stored = [] if sizes is None else [numpy_helper.from_array(np.array(sizes), "sizes")]
+    nodes = [
+        helper.make_node("Split", inputs, ["a", "b", "c"], axis=1, **({"num_outputs": 3} if sizes is None else {})),
+        helper.make_node("Concat", ["c", "b", "a"], ["tokens"], axis=1),
+    ]
+    graph = helper.make_graph(
+        nodes, "graph",
+        [helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["B", 5])],
+        [helper.make_tensor_value_info("tokens", onnx.TensorProto.FLOAT, ["B", 5])], stored,
+    )  # fmt: skip
+    images = np.arange(10, dtype=np.float32).reshape(2, 5)
+    found = TorchEngine(helper.make_model(graph), torch.device("cpu"), 4).run(images)
+    order = [4, 2, 3, 0, 1] if sizes is None else [4, 1, 2, 3, 0]
+    np.testing.assert_array_equal(found, images[:, order])
