@@ -60,9 +60,10 @@ class PartWorker:
         """The one message that answers an ask which `terms.check_ask` let pass. Raises: as `PartKeeper.answer`."""
         with self._stages.measure("train"):
             reply = self._keeper.answer(ask, run)
-        if isinstance(reply, Activations) or isinstance(reply, PatchFeatures) and reply.values is not None:
-            self.counters.images += len(reply.values)
-            self.counters.payload_bytes += reply.values.nbytes
+        values = reply.values if isinstance(reply, (Activations, PatchFeatures)) else None
+        if values is not None:
+            self.counters.images += len(values)
+            self.counters.payload_bytes += values.nbytes
         yield reply
 
     def infer(self, upload: Upload) -> Iterator[Activations]:
