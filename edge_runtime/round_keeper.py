@@ -121,10 +121,11 @@ class RoundKeeper(PartKeeper):
         trainer.load_frozen(read_delta(changed, self._shipped(self._whole.frozen)))
 
     def _reset_head(self, trainer: Trainer) -> None:
-        """theta_h is the server's at the beginning of a round, and the optimiser fresh."""
+        """theta_h is the server's at the beginning of a round, as it came (it is small, and the package's is nobody's);
+        the optimiser is fresh."""
         names = [name for name in self._whole.trainable if self._is_head(name)]
-        changed = {name: value for name, value in self._received.items() if self._is_head(name)}
-        trainer.load_parameters({**trainer.parameters(), **read_delta(changed, self._shipped(names))})
+        received = {name: value for name, value in self._received.items() if self._is_head(name)}
+        trainer.load_parameters({**trainer.parameters(), **self._shipped(names), **received})
 
     def _is_head(self, name: str) -> bool:
         return name.startswith(f"{self._whole.layer}.")

@@ -257,6 +257,8 @@ def test_invariant_2_each_side_leaves_the_others_module_alone(world: World, play
     for name in whole.frozen:  # theta_g on the device is what came, to the bit
         np.testing.assert_array_equal(trainer._tensors[name], expected[name])
         np.testing.assert_allclose(trainer._tensors[name], published[f"backend.{name}"], atol=1e-5)
+    for name in ("head.weight", "head.bias"):
+        np.testing.assert_array_equal(trainer._tensors[name], published[name])
     own = keeper_of(played.devices["jetson"]).local_weights()
     assert own is not None and any((own[name] != parameters[name]).any() for name in own)
 
