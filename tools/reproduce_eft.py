@@ -19,18 +19,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from server_runtime import backend_folder, split_model
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from server_runtime.training_macs import sizes_of
 from tools.output import open_output
+from tools.reproduce_eft_cost import measure_all
+from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
 from tools.reproduce_eft_table import Row, named, results_of, summarise
 from tools.reproduce_eft_world import (
     METHODS,
     EftWorld,
+    Variant,
     export_variant,
     folders_of,
     full_eft_world,
@@ -56,7 +63,7 @@ RATES = {  # highest learning rate of AdamW, on devices and on the server
 }  # fmt: skip
 EFT_RATES = ((3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4))
 FACTORS = (1 / 3, 3.0)  # of the others' rates
-TEST_IMAGES, DEVICES = 1000, 20
+TEST_IMAGES, DEVICES, COST_BATCH = 1000, 20, 8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda v: export_variant(world, v), dict.fromkeys(cell.variant for cell in cells)))
         say(f"{world.root}: {len(world.names('train'))} training and {len(world.names('test'))} test images")
+        return 0
+    if options.cost:
+        show_cost(options, world)
         return 0
     effort = EftRates(
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
@@ -117,6 +127,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action.add_argument("--cost", action="store_true", help="what a step costs on the device, by mask ratio, and stop")
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
@@ -307,6 +318,21 @@ def line_of(row: Row) -> str:
         f"{100 * last['own_accuracy']:.2f} %; {up:.1f} MB up, {down:.1f} MB down; {row['training_device']}; "
         f"{row['seconds']} s"
     )
+
+
+def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
+    """Measured here, on onnxruntime, beside the counter."""
+    front = export_variant(world, Variant("eft_vit", RATIO, LOCAL))
+    folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
+    assert isinstance(folder, backend_folder.TrainingFolder)
+    sizes = sizes_of(split_model.load(folder, torch.device("cpu")).module)
+    rows = measure_all(front, sizes, LOCAL, COST_BATCH)
+    if options.format == "json":
+        print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "batch": COST_BATCH, "rows": rows})
+        return
+    page = cost_of(rows, world.model, COST_BATCH)
+    print("\n\n".join(map(to_text, page.tables)))
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
 
 
 def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row]) -> Row:
