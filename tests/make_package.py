@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from exporter import cli
-from tests import make_modules
+from tests import eft_package, make_modules
 
 SIDE_PX = 32
 MODEL = "vit_tiny_patch16_224"
@@ -56,7 +56,7 @@ def main(root: Path) -> None:
         "--model", MODEL, *model_args, "--split", 2, "--int8", "--calibration", root / "public",
         "--tune", "none", "--signing-key", root / "keys" / "publisher.key", "-o", root / "front",
     )  # fmt: skip
-    for name, words in TRAINING.items():
+    for name, words in {**TRAINING, eft_package.NAME: eft_package.WORDS}.items():
         export(*words, "--signing-key", root / "keys" / "publisher.key", "-o", root / name)
     make_modules.make(root / "modules")
 

@@ -24,9 +24,9 @@ MODE = ("--label-mode", "raw-label")
 def with_eft(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small deployment, with EFTViT's package beside the others."""
     root = tmp_path_factory.mktemp("eft")
+    eft_package.front_of(package, root)
     for each in package.iterdir():
         (root / each.name).symlink_to(each)
-    eft_package.export(root / eft_package.NAME, package / "keys" / "publisher.key")
     return root
 
 

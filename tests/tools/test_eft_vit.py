@@ -23,7 +23,7 @@ from contract.messages import Ask as AskMessage
 from contract.messages import PatchFeatures, Settled
 from contract.model_delta import read_delta
 from contract.patch_features import WireFeatures, read_features
-from contract.signature import generate, key_id, load_public, save_private, save_public
+from contract.signature import key_id, load_public
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed, install
 from edge_runtime.part_store import PartStore
@@ -103,7 +103,7 @@ def open_state_folder(state: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(package: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("eft")
     rng = np.random.default_rng(0)
     colours = {"left": (220, 30, 30), "right": (30, 220, 30), "up": (30, 30, 220)}
@@ -114,21 +114,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 noise = rng.integers(-30, 31, (SIZE, SIZE, 3))
                 Image.fromarray(np.clip(np.array(colours[label]) + noise, 0, 255).astype(np.uint8)).save(path)
-    key = generate()
-    save_private(root / "signing-key.pem", key)
-    save_public(root / "signing-key.pub.pem", key.public_key())
-    eft_package.export(root / "front", root / "signing-key.pem")
-    folder = backend_folder.read(root / "front.backend")
+    front = eft_package.front_of(package, root)
+    folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
     assert isinstance(folder, backend_folder.TrainingFolder)
-    publisher = root / "signing-key.pub.pem"
+    publisher = package / "keys" / "publisher.pub"
     trusted = {key_id(load_public(publisher)): load_public(publisher)}
     (root / "installed").mkdir()
 
     def open_nothing(path: Path) -> None:
         raise AssertionError(f"{path}: a package of parts has no frontend")
 
-    installed = install(root / "front", root / "installed", trusted, open_nothing, print)
-    return World(root, root / "front", publisher, split_model.load(folder, torch.device("cpu")), installed)
+    installed = install(front, root / "installed", trusted, open_nothing, print)
+    return World(root, front, publisher, split_model.load(folder, torch.device("cpu")), installed)
 
 
 @dataclass
@@ -200,7 +197,7 @@ def test_the_package_releases_the_whole_model_and_says_so(world: World) -> None:
     assert plan.whole_model and plan.strategy == "eft_vit"
     local, whole = plan.cuts
     assert (local.index, local.loss, whole.index, whole.loss) == (LOCAL, "none", DEPTH, "cross-entropy")
-    export = json.loads((world.root / "front.backend" / "export.json").read_text())
+    export = json.loads(world.front.with_name(f"{world.front.name}.backend").joinpath("export.json").read_text())
     assert export["plan"]["training"]["release_whole_model"] is True
 
 
