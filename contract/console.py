@@ -3,15 +3,17 @@
 What there is to say, and when to stop on a signal, is left to the commands.
 
 stdout carries the result alone; everything said to a person goes to stderr. Exit codes: 0 done, 1 internal error, 2 to
-8 see `contract.errors`, 130 interrupted (Ctrl-C), 141 the reader of stdout went away.
+9 see `contract.errors`, 130 interrupted (Ctrl-C), 141 the reader of stdout went away.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -25,6 +27,7 @@ from contract.errors import CutlayerError, UsageError, suggest
 
 DEBUG = "CUTLAYER_DEBUG"
 LINE_INTERVAL_S = 10.0
+WORD_LETTERS_MOST = 400  # of a wrong value, as it is shown; a path may be long
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -48,6 +51,9 @@ def run_command(main: Callable[[], int]) -> int:
         _discard_stdout()
         return 141
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            _complain(f"error: the name {error.filename} is too long for a file", "correct the path")
+            return UsageError.exit_code
         _complain(
             f"internal error: {type(error).__name__}: {error}", f"run again with {DEBUG}=1 and report the traceback"
         )
@@ -57,7 +63,8 @@ def run_command(main: Callable[[], int]) -> int:
 def _complain(cause: str, cure: str) -> None:
     if os.environ.get(DEBUG) == "1":
         traceback.print_exc()
-    say(f"{cause}\n  cure: {cure}")
+    text = f"{cause}\n  cure: {cure}"
+    say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text))
 
 
 def _discard_stdout() -> None:
@@ -74,6 +81,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:  # in argparse's words it is an "invalid int value"
+            kind = {int: "a whole number", float: "a number"}.get(action.type)  # type: ignore[call-overload]
+            if kind is None:
+                raise
+            raise argparse.ArgumentError(action, f"should be {kind}, found {arg_string!r}") from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

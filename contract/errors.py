@@ -7,6 +7,7 @@ Printing them and leaving the program is `contract.console`'s part.
             ConfigError             2   a configuration file, variable or flag is wrong
         ExportError                 3   the model cannot be exported
             GateError               3   it was exported and did not pass a check
+                LimitsError         9   no way to protect it is within the limits that were asked for
         PackageError                4   the package is damaged or incomplete
             SignatureError          4   its signature is missing, foreign or does not fit
             ManifestError           4   its manifest breaks the format
@@ -28,6 +29,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from typing import ClassVar
+
+SUGGESTED_MOST, SUGGESTED_FEW = 40, 5  # names
 
 
 class CutlayerError(Exception):
@@ -62,6 +65,12 @@ class ExportError(CutlayerError):
 
 class GateError(ExportError):
     """The export was made and refused: a figure is outside the declared limit."""
+
+
+class LimitsError(GateError):
+    """A gated export measured every point it was to try, and none is within the limits."""
+
+    exit_code = 9
 
 
 class PackageError(CutlayerError):
@@ -137,10 +146,16 @@ class UnreachableError(CutlayerError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Text for the end of a cause: the known name nearest to a mistyped one, or all of them, or ''."""
+    """Text for the end of a cause: the known name nearest to a mistyped one, or all of them, or ''.
+
+    Of more names than a person reads, the nearest few.
+    """
     names = sorted(known)
     folded = {each.casefold(): each for each in names}
     nearest = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if nearest:
         return f" (did you mean {folded[nearest[0]]!r}?)"
+    if len(names) > SUGGESTED_MOST:
+        few = difflib.get_close_matches(name.casefold(), folded, n=SUGGESTED_FEW, cutoff=0.0)
+        return f" (the nearest of {len(names)}: {', '.join(folded[each] for each in few)})"
     return f" (known: {', '.join(names)})" if names else ""

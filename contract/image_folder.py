@@ -9,6 +9,7 @@ neither disk order, locale, nor the machine the folder was copied from.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,13 @@ class Folder:
     classes: tuple[str, ...]
     images: tuple[ImageFile, ...]
     ignored: int
+
+    def digest(self) -> str:
+        """SHA-256 in hex over the images' names and sizes: is it still the same folder? Raises: OSError."""
+        digest = hashlib.sha256()
+        for image in self.images:
+            digest.update(f"{image.relative}\0{image.path.stat().st_size}\n".encode())
+        return digest.hexdigest()
 
 
 def scan(root: Path, classes: Sequence[str] | None) -> Folder:

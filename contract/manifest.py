@@ -13,6 +13,7 @@ Rules that `from_bytes` and `to_bytes` both keep, so that a published manifest i
   device writes (codes, bias) overlap nothing.
 * Shapes agree with each other: input with image rule, statistics with tokens.
 * A cut that sends every token under full noise does not say so: the field `sent` is there only where that is not so.
+* Likewise the field `preview`, which lists decoders for the owner's preview, is there only where there are some.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any, Literal, NamedTuple
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.errors import ManifestError
 from contract.images import ALPHA_RULES, CROP_MODES, INTERPOLATIONS, ImageRule
-from contract.tokens import KEPT, SentRule, Statistics, TokenLayout
+from contract.preview import PSNR_MAX_DB, Decoder
+from contract.tokens import KEPT, SentRule, Statistics, TokenLayout, sent_layout
 
 FORMAT: Literal["cutlayer-package/1"] = "cutlayer-package/1"
 MANIFEST_NAME = "manifest.json"
@@ -161,11 +163,17 @@ class Manifest:
     files: tuple[FileRecord, ...]
     signer: str
     created: str
+    preview: tuple[Decoder, ...] = ()
 
     @property
     def retrieves_patches(self) -> bool:
         """Whether patch retrieval applies. In families with merged or convolved tokens it does not (SA 1.1, Swin)."""
         return self.family in _PATCH_FAMILIES
+
+    def sent_bytes(self, cut: Cut) -> int:
+        """Of one image's upload: one for each value of the tokens, two for where each patch was found again."""
+        sent = sent_layout(cut.tokens, cut.sent.kept)
+        return sent.count * sent.dim + (2 * sent.patches if self.retrieves_patches else 0)
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -198,7 +206,9 @@ def from_bytes(data: bytes) -> Manifest:
 
 
 def _without_plain_rules(document: Any) -> Any:
-    """The document without `sent` where it is the default."""
+    """The document without `sent` and `preview` where they are the default."""
+    if not document["preview"]:
+        del document["preview"]
     for cut in document["cuts"]:
         if cut["sent"] == encode(SentRule()):
             del cut["sent"]
@@ -207,6 +217,8 @@ def _without_plain_rules(document: Any) -> Any:
 
 def _with_plain_rules(document: Any) -> Any:
     """The inverse, for a document of which nothing is known yet."""
+    if isinstance(document, dict):
+        document.setdefault("preview", [])
     cuts = document.get("cuts") if isinstance(document, dict) else None
     for cut in cuts if isinstance(cuts, list) else ():
         if isinstance(cut, dict):
@@ -242,6 +254,9 @@ def check(manifest: Manifest) -> None:
     for place, cut in enumerate(manifest.cuts):
         _check_cut(f"cuts[{place}]", cut, manifest.image, sizes)
     _require_unique("cuts.index", [cut.index for cut in manifest.cuts])
+    for place, decoder in enumerate(manifest.preview):
+        _check_decoder(f"preview[{place}]", decoder, manifest, sizes)
+    _require_unique("preview", [(decoder.cut, decoder.kappa) for decoder in manifest.preview])
 
 
 def _check_classes(classes: tuple[str, ...] | None) -> None:
@@ -312,6 +327,24 @@ def _check_cut(where: str, cut: Cut, image: ImageRule, sizes: dict[str, int]) ->
     _require(0 <= share <= 1, f"{where}.sent.prefix_share", "0 to 1", share)
     _require_unique(f"{where}.weights", [weight.name for weight in cut.weights])
     _check_ranges(where, cut, sizes[cut.onnx])
+
+
+def _check_decoder(where: str, decoder: Decoder, manifest: Manifest, sizes: dict[str, int]) -> None:
+    _require(decoder.onnx in sizes, f"{where}.onnx", "a listed file", decoder.onnx)
+    cuts = [cut.index for cut in manifest.cuts]
+    _require(decoder.cut in cuts, f"{where}.cut", f"one of the cuts {cuts}", decoder.cut)
+    ceiling = manifest.transforms.kappa_max
+    _require(0 <= decoder.kappa <= ceiling, f"{where}.kappa", f"0 to kappa_max ({ceiling})", decoder.kappa)
+    _require(decoder.alpha >= 0, f"{where}.alpha", "0 or more", decoder.alpha)
+    for field, least in (("steps", 0), ("learnt_images", 1), ("images", 1)):
+        count = getattr(decoder, field)
+        _require(count >= least, f"{where}.{field}", f"{least} or more", count)
+    for field in ("psnr_db", "ridge_psnr_db", "colour_psnr_db"):
+        figure = getattr(decoder, field)
+        _require(-PSNR_MAX_DB <= figure <= PSNR_MAX_DB, f"{where}.{field}", f"at most {PSNR_MAX_DB}", figure)
+    for field in ("ssim", "colour_ssim"):
+        figure = getattr(decoder, field)
+        _require(-1 <= figure <= 1, f"{where}.{field}", "-1 to 1", figure)
 
 
 class _Range(NamedTuple):

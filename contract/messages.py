@@ -49,6 +49,7 @@ class FieldLimits:
     signature_bytes: int = 64
     credit: int = 1024
     checkpoints: int = 8
+    classes: int = 4096  # with prototypes of their own in one message
     heartbeat_s: float = 3600.0
     frame_bytes_min: int = 64 << 10
     frame_bytes: int = 1 << 20
@@ -133,6 +134,7 @@ TENSORS: Mapping[str, Mapping[str, TensorRule]] = {
         "scales": TensorRule(np.float32, ("d",), optional=True),  # with int8 only
         "labels": TensorRule(np.uint16, ("B",), optional=True),
     },
+    "prototypes": {"values": TensorRule(np.float32, ("K", "d"), optional=True)},
     "chunk": {"data": TensorRule(np.uint8, ("n",))},
 }
 _CODED = (np.float32, np.float16, np.int8)
@@ -154,6 +156,14 @@ ASK_KINDS: Mapping[str, AskRule] = {
     "batch_loss": AskRule({"after": int, "batch": int}, {"values": TensorRule(np.float32, ("B", "C"))}),
     "settle": AskRule({"step": int, "after": int, "base": int, "batch": int, "rate": float}, CUT_GRADIENT),
     "upload_part": AskRule({"after": int}, {}),
+    # Of a part with a projection head: who is there for a round; the class prototypes towards which it is pulled with a
+    # strength from now on; those of its own images since it was loaded.
+    "attend": AskRule({"epoch": int}, {}),
+    "set_prototypes": AskRule(
+        {"step": int, "after": int, "base": int, "strength": float},
+        {"classes": TensorRule(np.uint16, ("K",)), "values": TensorRule(np.float32, ("K", "d"))},
+    ),
+    "give_prototypes": AskRule({"after": int}, {}),
     # The device trains the whole part by itself, on the parameters that come with the ask.
     "local_round": AskRule({"cut": int, "epoch": int, "epochs": int, "size": int, "seed": int, "rate": float}, None),
     # Rounds of devices that keep what they trained and received, as `edge_runtime.round_keeper` explains it: what comes
@@ -517,6 +527,33 @@ class PatchFeatures:
 
 
 @dataclass(frozen=True, eq=False)
+class Prototypes:
+    """Device: of each class that I have, the mean (d,) of my images' embeddings, and how many they are; K classes.
+
+    What it says is about classes as a whole: no field has an entry for an image.
+    """
+
+    TYPE: ClassVar[str] = "prototypes"
+
+    ask: str
+    classes: tuple[int, ...]
+    counts: tuple[int, ...]  # rounded where the package says so
+    values: Float32 | None  # None where there is no class
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require(self, "classes", len(self.classes) <= LIMITS.classes, f"at most {LIMITS.classes}")
+        rising = all(low < high for low, high in zip(self.classes, self.classes[1:], strict=False))
+        in_range = all(0 <= each <= 0xFFFF for each in self.classes)
+        _require(self, "classes", rising and in_range, "rising numbers of 16 bits")
+        _require(self, "counts", len(self.counts) == len(self.classes), f"one for each of {len(self.classes)} classes")
+        _require(self, "counts", all(1 <= each <= INT_MAX for each in self.counts), "1 or more, 63 bits")
+        _require_tensors(self.TYPE, tensors_of(self), TENSORS[self.TYPE])
+        rows = 0 if self.values is None else len(self.values)
+        _require(self, "classes", len(self.classes) == rows, f"as many as the {rows} rows of values")
+
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Both: piece `index` of `total` of an encoded message of `size` bytes, named by its SHA-256 in hex."""
 
@@ -567,7 +604,8 @@ class Bye:
 
 Message = (
     Hello | Challenge | Proof | Welcome | Refuse
-    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update | PatchFeatures | Chunk
+    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update
+    | PatchFeatures | Prototypes | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
 
@@ -576,7 +614,8 @@ MESSAGES: Mapping[str, type[Message]] = {
     for message in (
         *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
         # the work: numbered, acknowledged
-        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures, Chunk),
+        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update),
+        *(PatchFeatures, Prototypes, Chunk),
         *(Heartbeat, Bye),
     )
 }

@@ -79,7 +79,7 @@ _HANDSHAKE = (
 )
 _WORK = {
     Role.DEVICE: (
-        *("features", "gradient", "checkpoints", "settled", "activations", "update", "patch_features"),
+        *("features", "gradient", "checkpoints", "settled", "activations", "update", "patch_features", "prototypes"),
         *("chunk", "heartbeat"),
     ),
     Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
@@ -308,6 +308,11 @@ class Session:
         """Whether half of the credit is used up: what was received should be stored and acknowledged soon."""
         credit = self._welcome.credit if self._welcome else 0
         return 2 * (self._incoming.received - self._incoming.announced) >= credit
+
+    @property
+    def is_amid_message(self) -> bool:
+        """Whether some chunks of a message have come and others have not."""
+        return self._assembler.unfinished
 
     def pending_ack(self) -> bool:
         """Whether an acknowledgement waits for a frame to carry it."""

@@ -167,9 +167,13 @@ def verify_raw(public: PublicKey, data: bytes, signature: bytes) -> None:
 
 
 def _not_a_key(path: Path, part: str) -> SignatureError:
+    cures = {
+        "public": "give the publisher's public key: publisher.pub of tools/make_keys, or signing-key.pub.pem beside "
+        "the package that export-frontend wrote",
+        "private": "check the path; make a new pair of keys if this one is lost",
+    }
     return SignatureError(
-        f"{path}: expected an Ed25519 {part} key in PEM form without a password, found something else",
-        "check the path; make a new pair of keys if this one is lost",
+        f"{path}: expected an Ed25519 {part} key in PEM form without a password, found something else", cures[part]
     )
 
 

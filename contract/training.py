@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from contract.canonical import CanonicalError, decode, encode, from_json, to_json
+from contract.canonical import CanonicalError, decode_fields, encode, from_json, to_json
 from contract.errors import ManifestError
 from contract.manifest import LIMITS, Manifest
 
@@ -35,12 +35,14 @@ HOLDS: Mapping[str, Holds] = {
     "sequential_split": "parts",
     "parallel_split": "parts",
     "split_fed": "parts",
+    "prototypes": "parts",
     "centralised": "parts",
     "fed_avg": "whole",
     "fed_bfpt": "whole",
     "eft_vit": "whole",
 }
 MASKED = ("eft_vit",)  # whose packages also hold the first layers as a part, and leave out patches in training
+_OPTIONAL = ("prototypes",)
 _CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"
 
 
@@ -114,6 +116,28 @@ class AugmentRule:
     brightness: float = 0.0
 
 
+PROJECTION = ("projection_weight", "projection_bias")  # names of the projection head among a part's tensors
+
+
+@dataclass(frozen=True)
+class PrototypeRule:
+    """What a part with a projection head is trained with beside the gradient at the cut (algorithms.md section 5).
+
+    `normalise`: the part ends in g(h) = scale * h / |h|. The head maps what leaves the part, averaged over places, to
+    unit vectors of `dimension` values; `distance` is between these and class prototypes. A device tells how many of its
+    images a prototype is of, rounded up to a multiple of `count_step`.
+
+    Forward takes anchors (B, dimension), each image's class prototype, and gives embedding (B, dimension) and distance
+    (B,); backward takes pull (B,), the weight of each distance in the loss.
+    """
+
+    dimension: int = 128
+    distance: Literal["cosine", "l2"] = "cosine"
+    normalise: bool = True
+    scale: float = 1.0
+    count_step: int = 1
+
+
 @dataclass(frozen=True)
 class TrainingPlan:
     """Everything signed about training on devices.
@@ -132,6 +156,7 @@ class TrainingPlan:
     augment: AugmentRule
     gradient: Precision
     activations: Precision
+    prototypes: PrototypeRule | None = None  # left out of the file where there is none
 
     def cut(self, index: int) -> TrainingCut | None:
         """The client part of that many layers, None where the package has no such part."""
@@ -145,7 +170,7 @@ def to_bytes(plan: TrainingPlan) -> bytes:
     """
     _check(plan)
     try:
-        return to_json(encode(plan))
+        return to_json(encode(plan, () if plan.prototypes else _OPTIONAL))
     except CanonicalError as error:
         raise ManifestError(f"training.json: {error}", "correct the plan before it is published") from error
 
@@ -156,7 +181,9 @@ def from_bytes(data: bytes, manifest: Manifest) -> TrainingPlan:
     Raises: ManifestError if the bytes break a rule, or name a file that the package does not have.
     """
     try:
-        plan = decode(TrainingPlan, from_json(data, LIMITS.size_bytes))
+        found = from_json(data, LIMITS.size_bytes)
+        omit = _OPTIONAL if isinstance(found, dict) and not found.keys() & set(_OPTIONAL) else ()
+        plan = TrainingPlan(**decode_fields(TrainingPlan, found, omit=omit))
     except CanonicalError as error:
         raise ManifestError(f"training.json: {error}", _CURE) from error
     if to_bytes(plan) != data:
@@ -189,6 +216,8 @@ def _check(plan: TrainingPlan) -> None:
         _require(whole, where, f"less than the whole model ({cut.depth}), which is not released", cut.index)
     coded = plan.activations != "int8" or plan.strategy in MASKED
     _require(coded, "activations", f"int8 for {', '.join(MASKED)} only", plan.strategy)
+    if plan.prototypes is not None:
+        _check_prototypes(plan, plan.prototypes)
     rule, augment = plan.optimiser, plan.augment
     _require(0 <= rule.momentum < 1, "optimiser.momentum", "0 to less than 1", rule.momentum)
     _require(0 <= rule.weight_decay < math.inf, "optimiser.weight_decay", "0 or more", rule.weight_decay)
@@ -196,6 +225,14 @@ def _check(plan: TrainingPlan) -> None:
     _require(0 < rule.epsilon < 1, "optimiser.epsilon", "more than 0, less than 1", rule.epsilon)
     _require(augment.crop_padding >= 0, "augment.crop_padding", "0 or more", augment.crop_padding)
     _require(0 <= augment.brightness < 1, "augment.brightness", "0 to less than 1", augment.brightness)
+
+
+def _check_prototypes(plan: TrainingPlan, rule: PrototypeRule) -> None:
+    one = len(plan.cuts) == 1 and plan.cuts[0].loss == "none" and set(PROJECTION) <= set(plan.cuts[0].trainable)
+    _require(one, "prototypes", "one part with a projection head, as devices share it", f"{len(plan.cuts)} cuts")
+    _require(rule.dimension >= 1, "prototypes.dimension", "1 or more", rule.dimension)
+    _require(0 < rule.scale < math.inf, "prototypes.scale", "more than 0", rule.scale)
+    _require(rule.count_step >= 1, "prototypes.count_step", "1 or more", rule.count_step)
 
 
 def _check_masking(where: str, cut: TrainingCut) -> None:

@@ -10,18 +10,33 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
-from edge_runtime.config import FIELDS, LABEL_MODES, NOISE_MODES, device_config, resolve_config
+from contract.output import check_output_file
+from edge_runtime.config import (
+    FIELDS,
+    LABEL_MODES,
+    NOISE_MODES,
+    AccountConfig,
+    DeviceConfig,
+    PreviewConfig,
+    account_config,
+    device_config,
+    preview_config,
+    resolve_config,
+)
 from edge_runtime.report import Report, document, to_csv, to_table
-from edge_runtime.state import write_durably
+from edge_runtime.state import write_output
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
+PREVIEW_NEEDS = ("engine", "trust", "state")
+RELEASES_NEEDS = ("state",)
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
 EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edge.toml or cutlayer.toml [device]."
 
@@ -39,15 +54,33 @@ def parser() -> ArgumentParser:
             metavar=None if field.name in CHOICES else field.name.upper(),
             help=field.help,
         )
-    commands.add_argument(
+    purposes = commands.add_mutually_exclusive_group()
+    purposes.add_argument(
         "--infer", action="store_true", help="predict the classes of the images instead of adapting to them"
+    )
+    purposes.add_argument(
+        "--preview",
+        type=Path,
+        nargs="+",
+        metavar="IMAGE",
+        help="show what an attacker would get of these images with this device's settings, in the folder -o "
+        "(default: preview); nothing is sent. Needs --engine, --trust and --state",
+    )
+    purposes.add_argument(
+        "--releases",
+        action="store_true",
+        help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
     )
     commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
     commands.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
     commands.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the report to FILE instead of stdout"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the report to FILE instead of stdout; with --preview a folder",
     )
     commands.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration file instead of ./edge.toml or ./cutlayer.toml"
@@ -61,12 +94,23 @@ def parser() -> ArgumentParser:
 def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
-    resolved = resolve_config(flags, environ, arguments.config, directory)
-    config = device_config(resolved.values)
+    needed: tuple[str, ...] | None = None
+    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | AccountConfig] = device_config
+    if arguments.preview:
+        needed, settle = PREVIEW_NEEDS, preview_config
+    elif arguments.releases:
+        needed, settle = RELEASES_NEEDS, account_config
+    resolved = resolve_config(flags, environ, arguments.config, directory, needed)
+    config = settle(resolved.values)
     if arguments.show_config:
         print(resolved.show())
         return 0
-    check_output(arguments.output)
+    if isinstance(config, PreviewConfig):
+        return show_preview(config, arguments)
+    if arguments.output is not None:
+        check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
+    if isinstance(config, AccountConfig):
+        return show_releases(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
@@ -75,30 +119,51 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     return 0
 
 
-def check_output(output: Path | None) -> None:
-    """Before the run, which may take hours. Raises: UsageError."""
-    if output is None:
-        return
-    if output.is_dir() or not output.name:
-        raise UsageError(f"-o should name a file for the report, {str(output)!r} is a folder", "correct -o")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent} for the report", "correct -o, or make the folder")
+def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
+    """Previews of some images, and what they show on stdout. Raises: CutlayerError."""
+    if arguments.format == "csv":
+        raise UsageError("previews are told as a table or as json", "use --format json")
+    from edge_runtime.preview import cli as previews  # it needs numpy, as below
+
+    shown = previews.preview(config, arguments.preview, arguments.output or Path("preview"), say)
+    if arguments.format == "json":
+        print_document("edge-run-preview", previews.document(shown))
+    else:
+        print(previews.in_words(shown))
+    return 0
+
+
+def show_releases(config: AccountConfig, arguments: argparse.Namespace) -> int:
+    """The account of releases, on stdout or in -o. Raises: CutlayerError."""
+    from edge_runtime import releases  # as below
+    from edge_runtime.release_book import read_account
+
+    found = read_account(config, say)
+    if arguments.format == "json":
+        print_text(arguments.output, lambda: print_document("edge-run-releases", releases.document(found)))
+    else:
+        text = releases.to_csv(found) if arguments.format == "csv" else releases.to_table(found)
+        print_text(arguments.output, lambda: print(text, end=""))
+    return 0
 
 
 def print_report(report: Report, form: str, output: Path | None) -> None:
     """To stdout, or whole into a file."""
+    if form == "json":
+        print_text(output, lambda: print_document("edge-run", document(report)))
+    else:
+        print_text(output, lambda: print(to_csv(report) if form == "csv" else to_table(report), end=""))
+
+
+def print_text(output: Path | None, write: Callable[[], None]) -> None:
+    """What `write` prints, to stdout or whole into a file."""
     text = io.StringIO()
     with redirect_stdout(text):
-        if form == "json":
-            print_document("edge-run", document(report))
-        else:
-            print(to_csv(report) if form == "csv" else to_table(report), end="")
+        write()
     if output is None:
         sys.stdout.write(text.getvalue())
-    elif output.exists() and not output.is_file():  # a pipe or a device is written to, never replaced
-        output.write_text(text.getvalue(), encoding="utf-8")
     else:
-        write_durably(output.resolve(), text.getvalue().encode(), mode=0o644)  # a link keeps its place
+        write_output(output, text.getvalue().encode())
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ from contract.errors import (
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
+from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
@@ -83,9 +84,11 @@ class Client:
         say: Callable[[str], None],
         on_tick: Callable[[], None] = lambda: None,
         limits: ClientLimits | None = None,
+        marks: LineMarks | None = None,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars."""
         self.traffic = Traffic()
+        self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
         self._on_tick = on_tick
@@ -193,6 +196,8 @@ class Client:
                 raise
             finally:
                 self._connected = False
+                if self._marks is not None:
+                    self._marks.connection_ended()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,6 +212,8 @@ class Client:
             "close_timeout": self._limits.goodbye_s,
             "ping_interval": None,
         }
+        if self._marks is not None:
+            options["create_connection"] = connection_that_tells(self._marks)
         takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
         if takes_proxy and is_loopback(urlsplit(self._endpoint.server).hostname or ""):
             options["proxy"] = None  # else the environment's would be asked for this very machine
@@ -219,9 +226,12 @@ class Client:
                     "the server sent text, expected binary frames", "check that --server is a Cutlayer server"
                 )
             self.traffic.received_bytes += len(frame)
-            for order in self._conduct.receive(frame, time.monotonic()):
+            orders = self._conduct.receive(frame, time.monotonic())
+            for order in orders:
                 assert self._conduct.welcome is not None
                 self._delivery.take(order, self._conduct.welcome)
+            if self._marks is not None and not orders and not self._conduct.is_amid_message:
+                self._marks.went_on()
             if self._conduct.server_status not in ("", self._status):
                 self._status = self._conduct.server_status
                 self._say(f"server: {self._status}")
@@ -262,6 +272,8 @@ class Client:
             for frame in frames:
                 await socket.send(frame)
                 self.traffic.sent_bytes += len(frame)
+        if self._marks is not None and self._conduct.is_all_sent and self._marks.wants_arrival():
+            await tell_arrival(socket, self._marks)
 
     async def _say_goodbye(self, socket: ClientConnection, reason: str) -> None:
         self._conduct.leave(reason)

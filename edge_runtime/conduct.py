@@ -88,6 +88,16 @@ class Conduct:
         return self._session.state is State.OPEN
 
     @property
+    def is_amid_message(self) -> bool:
+        """Whether a message has come in part."""
+        return self._session.is_amid_message
+
+    @property
+    def is_all_sent(self) -> bool:
+        """Whether every message of the spool was written out on this connection."""
+        return self.is_open and self._sent + 1 >= self._spool.next_seq
+
+    @property
     def acknowledged(self) -> int:
         """The last number of ours that the server has stored."""
         return self._spool.acknowledged

@@ -5,8 +5,8 @@ Where each value comes from is settled by contract.config; the signed manifest h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ FIELDS = (
     Field("alpha", float, None, "strength of the weight noise; default: the package's"),
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
+    Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
     Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
     Field("plug_account", Path, None, "two lines, name and password of a newer plug's owner; then FILE.hash will do"),
@@ -70,29 +71,89 @@ class DeviceConfig:
     plug: str | None = None
     plug_account: Path | None = None
     power_model: str | None = None
+    max_patch_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class PreviewConfig:
+    """The settings that a preview depends on."""
+
+    engine: str
+    trust: Path
+    state: Path
+    noise: str
+    alpha: float | None
+    kappa_floor: float | None
+    threads: int
 
 
 def resolve_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None, directory: Path
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None,
+    directory: Path,
+    needed: Collection[str] | None = None,
 ) -> Resolved:
     """Settle every setting; `file` is --config, `directory` where edge.toml or cutlayer.toml is looked for.
 
+    `needed` are those that a command cannot do without, where these are fewer than a run's.
     Raises: ConfigError.
     """
-    return resolve(SECTION, FIELDS, flags, environ, find_file(file, directory, FILES))
+    known: tuple[Field, ...] = FIELDS
+    if needed is not None:
+        known = tuple(
+            replace(field, default=None) if field.default is REQUIRED and field.name not in needed else field
+            for field in FIELDS
+        )
+    return resolve(SECTION, known, flags, environ, find_file(file, directory, FILES))
 
 
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**values)
     require_choice("label_mode", config.label_mode, LABEL_MODES)
+    check_caps(config)
+    check_protection(config)
+    check_server(config.server)
+    return config
+
+
+def preview_config(values: Mapping[str, Any]) -> PreviewConfig:
+    """The checked settings of a preview, out of all. Raises: ConfigError naming the setting."""
+    config = PreviewConfig(**{field.name: values[field.name] for field in fields(PreviewConfig)})
+    check_protection(config)
+    return config
+
+
+@dataclass(frozen=True)
+class AccountConfig:
+    """The settings that the account of releases depends on."""
+
+    state: Path
+    data: Path | None
+    max_releases: int
+    max_patch_share: float
+
+
+def account_config(values: Mapping[str, Any]) -> AccountConfig:
+    """The checked settings of the account, out of all. Raises: ConfigError naming the setting."""
+    config = AccountConfig(**{field.name: values[field.name] for field in fields(AccountConfig)})
+    check_caps(config)
+    return config
+
+
+def check_caps(config: DeviceConfig | AccountConfig) -> None:
+    """Raises: ConfigError naming the setting."""
+    require_range("max_releases", config.max_releases, 1, 1_000_000)
+    require_range("max_patch_share", config.max_patch_share, 0.0, 1.0)
+
+
+def check_protection(config: DeviceConfig | PreviewConfig) -> None:
+    """Raises: ConfigError naming the setting."""
     require_choice("noise", config.noise, NOISE_MODES)
     require_range("alpha", config.alpha, 0.0, 1.0)
     require_range("kappa_floor", config.kappa_floor, 0.0, 1000.0)
-    require_range("max_releases", config.max_releases, 1, 1_000_000)
     require_range("threads", config.threads, 0, 1024)
-    check_server(config.server)
-    return config
 
 
 def check_server(server: str) -> None:

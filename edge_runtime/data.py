@@ -124,7 +124,7 @@ def refuse_bad_folder(folder: Folder, skipped: Sequence[Skipped], bad_share: flo
     raise DataError(
         f"{len(skipped)} of {len(folder.images)} images in {folder.root} cannot be used, "
         f"at most {bad_share:.0%} may be bad:{shown}{more}",
-        "remove or repair these files, or correct --data",
+        "remove or repair these files, or name another folder",
     )
 
 

@@ -86,6 +86,7 @@ class Equipment:
     worker: Worker | PartWorker
     head_of: Callable[[str], Head | None]  # the device's own head of a run
     stages: Stages
+    ledger: ReleaseLedger
 
     @property
     def predicts_alone(self) -> bool:
@@ -149,6 +150,7 @@ def equip_state(
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
     around = Surroundings(open_bar, lambda: check_stop(stop))
+    ledger = ReleaseLedger(state.ledger, say)
     codes_changed: float | None = None
     worker: Worker | PartWorker
     if plan is not None and not installed.manifest.cuts:
@@ -166,11 +168,13 @@ def equip_state(
             state,
             stages,
             around,
+            ledger,
+            config.max_patch_share,
             say,
             config.noise == "fresh",
         )
     else:
-        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state, say)
+        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state.engines, say)
         check_stop(stop)
         facts = engine_facts(engine, installed)
         if facts.int8_lost:
@@ -178,14 +182,14 @@ def equip_state(
         bench = Bench(
             Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms, secret,
             installed.digest, wire_labels, config.max_releases, state.features,
-            installed.manifest.retrieves_patches,
+            installed.manifest.retrieves_patches, config.max_patch_share,
         )  # fmt: skip
         labels = {sample.sample_id: sample.label for sample in dataset.samples}
         keeper = LabelKeeper(labels, len(dataset.classes), state.head, say)
-        worker, head_of = Worker(bench, ReleaseLedger(state.ledger, say), keeper, stages, around), keeper.head_of
+        worker, head_of = Worker(bench, ledger, keeper, stages, around), keeper.head_of
     return Equipment(
         config, purpose, state, choice, installed, identity, terms, dataset, wire_labels, facts, codes_changed, worker,
-        head_of, stages,
+        head_of, stages, ledger,
     )  # fmt: skip
 
 
@@ -278,10 +282,11 @@ def open_noised(
     alpha: float,
     secret: bytes,
     threads: int,
-    state: State,
+    engines: Path,
     say: Callable[[str], None],
 ) -> tuple[Engine, float]:
-    """The engine on this device's own weights, and the share of weight codes that the noise changed.
+    """The engine on this device's own weights, which lie in the folder `engines`, and the share of weight codes that
+    the noise changed.
 
     Raises: ConfigError when the package has no weights that noise can act on; EngineError.
     """
@@ -294,7 +299,7 @@ def open_noised(
                 "set alpha = 0, or export the package with --int8",
             )
         path, noise = noise_frontend(
-            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), state.engines, say
+            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), engines, say
         )
         changed_share = noise.changed_share
     return open_engine(engine, path, threads), changed_share

@@ -18,10 +18,12 @@ from edge_runtime.head import Head
 from edge_runtime.install import Installed
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
+from edge_runtime.part_ledger import PartLedger
 from edge_runtime.part_store import PartStore
 from edge_runtime.part_worker import PartWorker, Pictures
 from edge_runtime.picture_cache import PictureCache
 from edge_runtime.pipeline import read_picture
+from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.round_keeper import RoundKeeper, Shipped
 from edge_runtime.stages import Stages
 from edge_runtime.state import State
@@ -52,6 +54,8 @@ def equip_parts(
     state: State,
     stages: Stages,
     around: Surroundings,
+    ledger: ReleaseLedger,
+    max_patch_share: float,
     say: Callable[[str], None],
     fresh: bool = False,
 ) -> tuple[PartWorker, Callable[[str], Head | None]]:
@@ -73,11 +77,12 @@ def equip_parts(
     classes = len(dataset.classes)
     images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture), secret)
     head = PartHead(classes, secret, plan.optimiser) if terms.label_mode == "client-head" else None
+    accounts = PartLedger(ledger, installed.digest.hex(), (image.height, image.width), max_patch_share)
     rules, store = PartRules(plan, terms.label_mode, wire_labels), PartStore(state.parts, say)
     if plan.strategy in ROUND_ASKS:
         shipped = read_shipped(installed.folder)
-        keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh)
+        keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh, accounts.release)
     else:
-        keeper = PartKeeper(rules, images, open_cut, head, store, tick)
+        keeper = PartKeeper(rules, images, open_cut, head, store, tick, accounts.release)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()

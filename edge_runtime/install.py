@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError, SignatureError
 from contract.images import normalise
+from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, of_package
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
 from contract.signature import PublicKey, verify
 from contract.training import TRAINING_NAME, TrainingPlan
@@ -213,11 +214,14 @@ def check_contents(
 ) -> tuple[TrainingPlan | None, float]:
     """What is to be trained, if anything, and the golden SNR of the frontend in dB, infinite without one.
 
-    Raises: ManifestError when training.json does not fit the manifest; and as `check_golden`.
+    Raises: ManifestError when training.json does not fit the manifest; PackageError when the leakage table is another
+    package's; and as `check_golden`.
     """
-    training = None
-    if any(record.name == TRAINING_NAME for record in manifest.files):
+    training, listed = None, {record.name for record in manifest.files}
+    if TRAINING_NAME in listed:
         training = training_from_bytes(read_limited(folder / TRAINING_NAME, LIMITS.size_bytes), manifest)
+    if LEAKAGE_NAME in listed:
+        of_package(read_limited(folder / LEAKAGE_NAME, PACKAGED_BYTES_MAX), manifest)
     return training, check_golden(folder, manifest, open_frontend) if manifest.cuts else math.inf
 
 

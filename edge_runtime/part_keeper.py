@@ -18,7 +18,7 @@ of to `training_set`, whether the label mode allows an ask to `terms`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -31,6 +31,7 @@ from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, 
 from contract.training import TrainingCut, TrainingPlan
 from edge_runtime.head import BatchLoss
 from edge_runtime.part_head import PartHead
+from edge_runtime.part_prototypes import PartPrototypes
 from edge_runtime.part_store import PartCheckpoint, PartStore
 from edge_runtime.training_set import Batch, TrainingSet
 
@@ -77,6 +78,10 @@ class _Sums:
         self.count += count
 
 
+def _unrecorded(sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None) -> None:
+    """Where nothing leaves a machine: a simulated device."""
+
+
 class PartKeeper:
     """Answers the asks of split training; the same ask gets the same answer."""
 
@@ -88,14 +93,19 @@ class PartKeeper:
         head: PartHead | None,
         store: PartStore,
         tick: Callable[[int], None],
+        before_release: Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None], None] = _unrecorded,
     ) -> None:
-        """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop."""
+        """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop;
+        `before_release` is told whose activations are about to leave with which patches, and may refuse."""
         self._rules, self._images, self._open_trainer = rules, images, open_trainer
         self._head, self._store, self._tick = head, store, tick
+        self.before_release = before_release
         self._trainers: dict[int, Trainer] = {}
         self._place: _Place | None = None
         self._answered: tuple[tuple[object, ...], Message] | None = None
         self._sums = _Sums()
+        rule = rules.plan.prototypes
+        self._prototypes = None if rule is None else PartPrototypes(len(rules.wire_labels), rule)
 
     @property
     def sends_float16(self) -> bool:
@@ -119,6 +129,8 @@ class PartKeeper:
             return self._load(ask, run)
         if ask.kind == "local_round":
             return self._train_round(ask, run)
+        if ask.kind == "attend":
+            return Settled(ask.ask, len(self._images))
         place = self._reach(run, int(ask.parameters["after"]), int(ask.parameters.get("batch", 0)), ask.kind)
         if place is None:
             return Checkpoints(ask.ask, self._store.steps(run))
@@ -128,6 +140,11 @@ class PartKeeper:
             return self._batch_loss(ask, place)
         if ask.kind == "settle":
             return self._settle(ask, place)
+        if self._prototypes is not None and ask.kind == "set_prototypes":
+            self._prototypes.set(ask)
+            return self._settle(ask, place)
+        if self._prototypes is not None and ask.kind == "give_prototypes":
+            return self._prototypes.tell(ask)
         return self._upload(ask, place)
 
     # -- where the part stands
@@ -148,7 +165,7 @@ class PartKeeper:
     def _fits(place: _Place, batch: int, kind: str) -> bool:
         if kind == "batch_loss":  # the loss of the very batch that waits
             return place.waiting is not None and place.batch == batch + 1
-        if kind == "upload_part":
+        if kind in ("upload_part", "set_prototypes", "give_prototypes"):
             return place.batch == 0
         return place.batch == batch and (batch == 0 or place.waiting is not None)
 
@@ -159,6 +176,8 @@ class PartKeeper:
         self._trainer(known.cut).load_state(known.part)
         if self._head is not None:
             self._head.load_state(known.head)
+        if self._prototypes is not None:
+            self._prototypes.load_state(known.head)
         self._place, self._sums = _Place(run, step, known.cut), _Sums(*known.sums)
         return self._place
 
@@ -192,6 +211,8 @@ class PartKeeper:
         self._load_into(cut, ask)
         if self._head is not None and not after:
             self._head.begin(run)
+        if self._prototypes is not None:
+            self._prototypes.begin()
         self._sums = _Sums()
         self._place = _Place(run, step, cut)
         self._keep(ask, self._place)
@@ -205,7 +226,9 @@ class PartKeeper:
         batch = self._images.batch(
             int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
         )
-        z = trainer.forward(batch.images, keep=self._images.kept_patches(batch.sample_ids, trainer.cut)).z
+        keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
+        self.before_release(batch.sample_ids, trainer.cut, keep)
+        z = self._run_part(trainer, batch, keep)
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)
@@ -213,6 +236,15 @@ class PartKeeper:
         if self._rules.label_mode in LABELLED:
             labels = self._rules.wire_labels[batch.labels].astype(np.uint16)
         return Activations(ask.ask, place.batch - 1, len(self._images), "train", values, labels)
+
+    def _run_part(self, trainer: Trainer, batch: Batch, keep: NDArray[np.int64] | None) -> Floats:
+        """What leaves the part; a projection head's embeddings are counted on the way."""
+        if self._prototypes is None:
+            return trainer.forward(batch.images, keep=keep).z
+        out = trainer.forward(batch.images, anchors=self._prototypes.anchors(batch.labels))
+        assert out.embedding is not None  # checked with the graph
+        self._prototypes.add(out.embedding, batch.labels)
+        return out.z
 
     def _batch_loss(self, ask: Ask, place: _Place) -> Gradient:
         """The loss of the server's logits (B, C), or of the own head on its features (B, f), and d loss / d these."""
@@ -231,9 +263,13 @@ class PartKeeper:
         """Move the part by the gradient of the batch that waits, and the head by its own."""
         assert place.waiting is not None
         trainer, rate = self._trainer(place.cut), rate_of(ask)
-        gradient = gradient_of(ask, len(place.waiting.labels), trainer.cut.output_size)
+        labels = place.waiting.labels
+        gradient = gradient_of(ask, len(labels), trainer.cut.output_size).reshape(-1, *trainer.cut.output_shape)
         loss, place.loss, place.waiting = place.loss, None, None  # if it fails, the batch is gone
-        trainer.backward(gradient.reshape(-1, *trainer.cut.output_shape))
+        if self._prototypes is None:
+            trainer.backward(gradient)
+        else:
+            trainer.backward(gradient, self._prototypes.pull(labels))
         trainer.step(rate)
         if self._head is not None:
             self._head.step(rate)
@@ -252,6 +288,7 @@ class PartKeeper:
         sums = (self._sums.loss, self._sums.correct, self._sums.count)
         part = self._trainer(place.cut).state()
         head = {} if self._head is None else self._head.state()
+        head |= {} if self._prototypes is None else self._prototypes.state()
         checkpoint = PartCheckpoint(place.run, place.step, place.cut, sums, part, head)
         self._store.keep(checkpoint, int(ask.parameters["base"]))
 

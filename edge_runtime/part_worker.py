@@ -69,9 +69,10 @@ class PartWorker:
     def infer(self, upload: Upload) -> Iterator[Activations]:
         """Activations of all images, from the part as it stood last in the run.
 
-        Raises: ConfigError when this device has no part of that run.
+        Raises: ConfigError when this device has no part of that run; DataError when the images may not leave.
         """
         trainer = self._predictor(upload.run)
+        self._keeper.before_release([sample.sample_id for sample in self.samples], trainer.cut, None)
         total, kind = len(self.samples), np.float16 if self._keeper.sends_float16 else np.float32
         for number, z in enumerate(self._evaluate(trainer, self.batch_size(upload, trainer))):
             values = to_wire(z, kind)

@@ -1,7 +1,8 @@
-"""What each image has released so far: one line per (image, package, cut, kind, scale), appended before it is sent.
+"""What was ever released of each image: an append-only file of CRC lines, on the disk before anything of it is sent.
 
 A second scale of the same noise draw would give the signal by subtraction, so every further one counts as another
-release and is capped by the device's own config. It counts and refuses; the noise is drawn by `transforms.laplace`.
+release and is capped by the device's own config, as is the share of an image's patches that all of them show. It counts
+and refuses; the noise is drawn by `transforms.laplace`, what is told of the counts is `releases`' part.
 """
 
 from __future__ import annotations
@@ -14,49 +15,70 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import DataError, DeviceError
+from edge_runtime.released_patches import UNKNOWN, share_shown
+
+WITHOUT_NOISE = "activations without noise"  # of a part that the device trains: the kind of a release that no draw
+# protects. Each epoch shows the image anew; one is recorded, and max_releases, which counts draws, does not cap them.
 
 
 @dataclass(frozen=True)
 class Release:
-    """What a draw of noise is keyed by, but for the image; the same release twice discloses nothing new."""
+    """What a draw of noise is keyed by, but for the image; the same release twice discloses nothing new.
+
+    `patches` says which ones it shows (`released_patches`); it follows from package and cut, and is no part of the key.
+    """
 
     package_digest: str
     cut: int
     kind: str  # e.g. "laplace alpha=0.1"; a fresh draw adds the upload it belongs to
     scale: float
+    patches: str = UNKNOWN
 
     def text(self) -> str:
         return f"{self.package_digest}\t{self.cut}\t{self.kind}\t{self.scale!r}"
 
 
-def pack_line(sample_id: bytes, release_text: str) -> bytes:
-    """`crc32<TAB>wire id<TAB>package<TAB>cut<TAB>kind<TAB>scale<LF>`; the CRC covers what follows it."""
-    body = f"{sample_id.hex()}\t{release_text}".encode()
+def release_of(text: str, patches: str) -> Release:
+    """The inverse of `Release.text`. Raises: ValueError for another text."""
+    package_digest, cut, kind, scale = text.split("\t")
+    return Release(package_digest, int(cut), kind, float(scale), patches)
+
+
+def pack_line(sample_id: bytes, release_text: str, patches: str) -> bytes:
+    """`crc32<TAB>wire id<TAB>package<TAB>cut<TAB>kind<TAB>scale<TAB>patches<LF>`; the CRC covers what follows it.
+
+    Earlier versions wrote no patches.
+    """
+    body = f"{sample_id.hex()}\t{release_text}\t{patches}".encode()
     return b"%08x\t%s\n" % (zlib.crc32(body), body)
 
 
-def parse_line(line: bytes) -> tuple[bytes, str] | None:
-    """(wire id, release text), or None for a line that is not whole."""
+def parse_line(line: bytes) -> tuple[bytes, str, str] | None:
+    """(wire id, release text, patches), or None for a line that is not whole."""
     crc, _, body = line.partition(b"\t")
     if crc != b"%08x" % zlib.crc32(body):
         return None
-    sample_id, _, release_text = body.decode().partition("\t")
-    return bytes.fromhex(sample_id), release_text
+    sample_id, *release = body.decode().split("\t")
+    return bytes.fromhex(sample_id), "\t".join(release[:4]), release[4] if len(release) > 4 else UNKNOWN
 
 
 class ReleaseLedger:
     """The releases of every image that this device ever uploaded."""
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        """Read the ledger; a torn last line is cut off, spoiled lines before it are skipped, and both are said."""
-        self._path = path
-        self._released: dict[bytes, set[str]] = defaultdict(set)
+    def __init__(self, path: Path, say: Callable[[str], None], read_only: bool = False) -> None:
+        """Read the ledger; a torn last line is cut off, spoiled lines before it are skipped, and both are said.
+
+        `read_only` leaves the file as it is: someone else may be writing it.
+        """
+        self._path, self._read_only = path, read_only
+        self._released: dict[bytes, dict[str, str]] = defaultdict(dict)  # by image and release text: the patches
+        self._texts: dict[str, str] = {}  # each text once, however many images have it
         if path.exists():
             self._recover(path.read_bytes(), say)
 
     def _recover(self, data: bytes, say: Callable[[str], None]) -> None:
         whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        if whole < len(data) and not self._read_only:
             say(f"release ledger: a torn last line of {len(data) - whole} bytes is cut off")
             os.truncate(self._path, whole)
         spoiled = 0
@@ -65,26 +87,46 @@ class ReleaseLedger:
             if entry is None:
                 spoiled += 1
             else:
-                self._released[entry[0]].add(entry[1])
+                self._remember(*entry)
         if spoiled:
             say(f"release ledger: {spoiled} unreadable lines are skipped; what they counted may go out once more")
 
-    def releases(self, sample_id: bytes) -> int:
-        """How many different releases of this image are on record."""
-        return len(self._released.get(sample_id, ()))
+    def _remember(self, sample_id: bytes, release_text: str, patches: str) -> None:
+        text, shown = (self._texts.setdefault(each, each) for each in (release_text, patches))
+        self._released[sample_id][text] = shown
 
-    def check(self, sample_ids: Iterable[bytes], release: Release, max_releases: int) -> None:
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The wire ids of all images of which anything was ever released."""
+        return tuple(self._released)
+
+    def releases(self, sample_id: bytes) -> int:
+        """How many different releases of this image are on record that max_releases counts."""
+        return len(_counted(self._released.get(sample_id, {})))
+
+    def of(self, sample_id: bytes) -> tuple[Release, ...]:
+        """All releases of this image on record, oldest first."""
+        return tuple(release_of(text, patches) for text, patches in self._released.get(sample_id, {}).items())
+
+    def share(self, sample_id: bytes) -> float:
+        """Share of the image's patches that all its releases together show."""
+        return share_shown(self._released.get(sample_id, {}).values())
+
+    def check(
+        self, sample_ids: Iterable[bytes], release: Release, max_releases: int, max_patch_share: float = 1.0
+    ) -> None:
         """May all these images be released so?
 
-        Raises: DataError with the counts when some would go over the cap; nothing is recorded.
+        Raises: DataError with the counts when some would go over a cap; nothing is recorded.
         """
         text, asked, refused, earlier = release.text(), 0, 0, set[str]()
         for sample_id in sample_ids:
             asked += 1
-            known = self._released.get(sample_id, set())
+            known = _counted(self._released.get(sample_id, {}))
             if text not in known and len(known) >= max_releases:
                 refused += 1
-                earlier |= known
+                earlier.update(known)
+            self._check_share(sample_id, release.patches, max_patch_share)
         if refused:
             shown = ", ".join(sorted(describe(known) for known in earlier)[:3])
             raise DataError(
@@ -94,27 +136,55 @@ class ReleaseLedger:
                 "of an image together disclose more than either",
             )
 
-    def record(self, sample_ids: Sequence[bytes], release: Release) -> None:
+    def check_patches(self, sample_ids: Sequence[bytes], patches: Sequence[str], max_patch_share: float) -> None:
+        """The same for releases without noise, image by image. Raises: DataError."""
+        for sample_id, shown in zip(sample_ids, patches, strict=True):
+            self._check_share(sample_id, shown, max_patch_share)
+
+    def _check_share(self, sample_id: bytes, patches: str, max_patch_share: float) -> None:
+        if max_patch_share >= 1.0:
+            return
+        known = self._released.get(sample_id, {}).values()
+        share = share_shown((*known, patches))
+        if share > max_patch_share:
+            raise DataError(
+                f"{share:.0%} of an image's patches would have left this device, {share_shown(known):.0%} did so far; "
+                f"max_patch_share is {max_patch_share:.0%} (image {sample_id.hex()[:12]})",
+                "use a package that sends fewer patches, the one whose patches were sent before, or raise "
+                "--max-patch-share",
+            )
+
+    def record(self, sample_ids: Sequence[bytes], release: Release, patches: Sequence[str] | None = None) -> None:
         """Put these releases on the disk (one fsync) before anything of them is sent; known ones cost nothing.
 
-        Raises: DeviceError when the disk refuses.
+        `patches` are those of each image, where they differ. Raises: DeviceError when the disk refuses.
         """
         text = release.text()
-        fresh = [sample_id for sample_id in sample_ids if text not in self._released.get(sample_id, ())]
+        each = patches or [release.patches] * len(sample_ids)
+        fresh = [
+            (sample_id, shown)
+            for sample_id, shown in zip(sample_ids, each, strict=True)
+            if text not in self._released.get(sample_id, ())
+        ]
         if not fresh:
             return
         try:
             with self._path.open("ab") as stream:
                 os.chmod(self._path, 0o600)
-                stream.write(b"".join(pack_line(sample_id, text) for sample_id in fresh))
+                stream.write(b"".join(pack_line(sample_id, text, shown) for sample_id, shown in fresh))
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
             raise DeviceError(
                 f"{self._path} cannot be written: {error.strerror}", "make room on the disk and start again"
             ) from error
-        for sample_id in fresh:
-            self._released[sample_id].add(text)
+        for sample_id, shown in fresh:
+            self._remember(sample_id, text, shown)
+
+
+def _counted(released: dict[str, str]) -> list[str]:
+    """Those that max_releases counts."""
+    return [text for text in released if WITHOUT_NOISE not in text]
 
 
 def describe(release_text: str) -> str:

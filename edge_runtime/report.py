@@ -65,6 +65,7 @@ class Report:
     package_version: int
     package_digest: str
     peak_rss_mb: float
+    released: str | None = None  # what of these images has ever left this device, in words
     predictions: tuple[Prediction, ...] | None = None
     accuracy: float | None = None
 
@@ -123,6 +124,8 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     else:
         changed = f"{report.codes_changed:.1%} of weight codes changed"
         yield "noise", f"{report.noise}, kappa {shown(report.kappa)}, alpha {report.alpha} ({changed})"
+    if report.released is not None:
+        yield "released", report.released
     per_image = "" if report.bytes_per_image is None else f", {report.bytes_per_image:.0f} bytes per image"
     yield (
         "upload",

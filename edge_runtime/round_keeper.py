@@ -59,10 +59,14 @@ class RoundKeeper(PartKeeper):
         store: PartStore,
         tick: Callable[[int], None],
         fresh: bool = False,
+        before_release: Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None], None] | None = None,
     ) -> None:
-        """`shipped` reads tensors of the package; `fresh` masks features anew each time."""
+        """`shipped` reads tensors of the package; `fresh` masks features anew each time; `before_release` is
+        `PartKeeper`'s."""
         no_head: PartHead | None = None
         super().__init__(rules, images, open_trainer, no_head, store, tick)
+        if before_release is not None:
+            self.before_release = before_release
         self._whole = next(cut for cut in rules.plan.cuts if cut.loss != "none")
         self._shipped, self._fresh = shipped, fresh
         self._received: Mapping[str, NDArray[Any]] = {}  # as it came: what the server changed in the whole model
@@ -194,6 +198,7 @@ class RoundKeeper(PartKeeper):
         if self._fresh:
             turns = [each.turn for each in chosen]
             keep = self._images.fresh_patches(plain.sample_ids, local.cut, ask, turns)
+        self.before_release(plain.sample_ids, local.cut, keep)
         self._tick(0)
         return local.features(plain.images, keep)
 
@@ -236,7 +241,7 @@ class RoundKeeper(PartKeeper):
                 out = trainer.forward(batch.images, targets=targets, keep=keep(batch.sample_ids, epoch))
                 if out.loss is None:
                     raise TrainingError("the graph gave no loss", "export the package again")
-                trainer.backward(None, only)
+                trainer.backward(None, only=only)
                 trainer.step(rate)
                 correct = int(np.count_nonzero(out.z.argmax(axis=1) == targets.argmax(axis=1)))
                 self._sums.add(out.loss, correct, len(batch.labels))

@@ -24,9 +24,11 @@ from edge_runtime.conduct import FINAL_REASONS, Conduct
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
+from edge_runtime.line_marks import LineMarks
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
+from edge_runtime.releases import account, summary
 from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
@@ -102,9 +104,14 @@ def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
 
 
 async def converse(
-    equipment: Equipment, signals: StopSignals, once: bool, say: Callable[[str], None], watch: SlowdownWatch
+    equipment: Equipment,
+    signals: StopSignals,
+    once: bool,
+    say: Callable[[str], None],
+    watch: SlowdownWatch,
+    marks: LineMarks | None = None,
 ) -> Report:
-    """The conversation with the server, and the report of it."""
+    """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
@@ -119,7 +126,7 @@ async def converse(
                 stages.end("upload")
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
-        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick)
+        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks)
         try:
             outcome = await client.run(signals.asked, once)
         finally:
@@ -224,7 +231,8 @@ def make_report(
 ) -> Report:
     """Everything that is known at the end, predictions aside."""
     counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
-    dataset = equipment.dataset
+    dataset, config = equipment.dataset, equipment.config
+    names = {sample.sample_id: sample.relative for sample in dataset.samples}
     spent = equipment.stages.total() if costs else StageCost(0.0, None, reason="no stage was run")
     return Report(
         outcome=outcome,
@@ -273,6 +281,7 @@ def make_report(
         package_version=manifest.version,
         package_digest=equipment.installed.digest.hex(),
         peak_rss_mb=peak_rss_mb(),
+        released=summary(account(equipment.ledger, names, config.max_releases, config.max_patch_share)),
     )
 
 

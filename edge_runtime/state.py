@@ -146,6 +146,17 @@ def write_durably(path: Path, data: bytes | bytearray | memoryview, mode: int = 
         ) from error
 
 
+def write_output(path: Path, data: bytes) -> None:
+    """What -o asked for: a file whole or not at all; a pipe or a device is written to, never replaced.
+
+    Raises: DeviceError when the disk refuses.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        write_durably(path.resolve(), data, mode=0o644)  # a link keeps its place
+
+
 def read_or_set_aside(path: Path, parse: Callable[[bytes], Parsed], say: Callable[[str], None]) -> Parsed | None:
     """Read a small state file; None when it is missing, or unreadable, in which case it is kept as NAME.bad and said.
 

@@ -28,6 +28,7 @@ PART_ASKS_OF_MODE = {
     "logit-gradient": _PART_ASKS | {"batch_loss"},
     "client-head": _PART_ASKS | {"batch_loss"},
 }
+PROTOTYPE_ASKS = frozenset({"attend", "set_prototypes", "give_prototypes"})
 WHOLE_MODEL_ASKS = frozenset({"load_part", "local_round"})
 ROUND_ASKS = {  # of the strategies whose devices keep what they have from round to round
     "eft_vit": frozenset({"masked_round", "load_global"}),
@@ -61,7 +62,6 @@ def device_terms(
 
     Raises: RefusedError when the config asks for what the package's owner ruled out.
     """
-    rules = manifest.transforms
     if config.label_mode not in manifest.label_modes:
         raise refusal(
             "label mode",
@@ -69,22 +69,14 @@ def device_terms(
             f"{', '.join(manifest.label_modes)} (the package)",
             "set label_mode to one that the package allows",
         )
-    kappa_floor = rules.kappa if config.kappa_floor is None else _floor_of_patches(config.kappa_floor, manifest)
-    if kappa_floor > rules.kappa_max:
-        raise refusal(
-            "kappa",
-            f"at least {kappa_floor} (this device's floor)",
-            f"at most {rules.kappa_max} (the package's ceiling)",
-            "lower kappa_floor, or ask for a package that is trained for more noise",
-        )
-    package_alpha = rules.alpha if rules.weight_noise else 0.0
-    alpha = package_alpha if config.alpha is None else config.alpha
+    kappa_floor, alpha = protection(config.kappa_floor, config.alpha, manifest)
     if training is None:
         asks = ASKS_OF_MODE[config.label_mode]
     elif training.whole_model:
         asks = ROUND_ASKS.get(training.strategy, WHOLE_MODEL_ASKS)
     else:
         asks = PART_ASKS_OF_MODE[config.label_mode]
+        asks |= frozenset() if training.prototypes is None else PROTOTYPE_ASKS
     if training is not None and training.class_count not in (None, class_count):
         raise refusal(
             "number of classes",
@@ -93,9 +85,27 @@ def device_terms(
             "export the package for this number of classes, or give --classes the list it was made for",
         )
     return Terms(
-        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor, rules.kappa_max,
-        alpha, asks,
+        package_digest.hex(), class_count, class_list_hash.hex(), config.label_mode, kappa_floor,
+        manifest.transforms.kappa_max, alpha, asks,
     )  # fmt: skip
+
+
+def protection(kappa_floor: float | None, alpha: float | None, manifest: Manifest) -> tuple[float, float]:
+    """The least feature noise, as kappa of the patches, and the weight noise: the device's own, else the package's.
+
+    Raises: RefusedError when the package's owner ruled that out.
+    """
+    rules = manifest.transforms
+    floor = rules.kappa if kappa_floor is None else _floor_of_patches(kappa_floor, manifest)
+    if floor > rules.kappa_max:
+        raise refusal(
+            "kappa",
+            f"at least {floor} (this device's floor)",
+            f"at most {rules.kappa_max} (the package's ceiling)",
+            "lower kappa_floor, or ask for a package that is trained for more noise",
+        )
+    package_alpha = rules.alpha if rules.weight_noise else 0.0
+    return floor, package_alpha if alpha is None else alpha
 
 
 def _floor_of_patches(floor: float, manifest: Manifest) -> float:

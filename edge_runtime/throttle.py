@@ -1,6 +1,7 @@
-"""Whether the device slowed itself down: under-voltage, over-current or heat, as its kernel and firmware say (PW-04).
+"""Whether the device slowed itself down: under-voltage, over-current, heat or a low clock (PW-04).
 
-A figure of energy or time from such a run is not comparable. What follows from a flag is left to the caller.
+Its kernel and firmware say so. A figure of energy or time from such a run is not comparable. What follows from a flag
+is left to the caller.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_runtime.clocks import ClockWatch
 from edge_runtime.meters._vcgencmd import Ask, vcgencmd_of
 
-LOOK_EVERY_S = 10.0
+LOOK_EVERY_S, CLOCKS_EVERY_S = 10.0, 1.0
 TEMPERATURES_C = (-40.0, 150.0)  # a zone that is off shows anything
 
 WORDS = {
@@ -72,25 +74,34 @@ def snapshot(root: Path = Path("/"), ask: Ask | None = None) -> Snapshot:
 
 
 class SlowdownWatch:
-    """Looks at the beginning, now and then, and at the end; in between without asking a firmware, which takes long."""
+    """Looks at the beginning, now and then, and at the end; in between without asking a firmware, which takes long.
+
+    Clocks are looked at once a second: one that fell counts only if it stays down.
+    """
 
     def __init__(
         self, root: Path = Path("/"), ask: Ask | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._root, self._ask, self._clock = root, ask or vcgencmd_of(root), clock
-        self._began = snapshot(root, self._ask)
-        self._looked_s = clock()
+        self._began, self._clocks = snapshot(root, self._ask), ClockWatch(root)
+        self._looked_s = self._looked_at_clocks_s = clock()
         self._seen: dict[str, Flag] = {}
 
     def look(self) -> None:
-        """Called often; looks every `LOOK_EVERY_S`."""
-        if self._clock() - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = self._clock()
+        """Called often; looks every `LOOK_EVERY_S`, at clocks every `CLOCKS_EVERY_S`."""
+        now_s = self._clock()
+        if now_s - self._looked_at_clocks_s >= CLOCKS_EVERY_S:
+            self._looked_at_clocks_s = now_s
+            self._clocks.look(now_s)
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
             self._take(snapshot(self._root, _ask_nobody))
 
     def flags(self) -> tuple[Flag, ...]:
         """All that happened since the beginning."""
         self._take(snapshot(self._root, self._ask))
+        for name, words in self._clocks.seen.items():
+            self._seen.setdefault(name, Flag(name, words))
         return tuple(self._seen[name] for name in sorted(self._seen))
 
     def _take(self, seen: Snapshot) -> None:

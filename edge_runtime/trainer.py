@@ -41,10 +41,14 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a batch gives at the cut, (B, *output_shape), and its mean loss where the loss is in the graph."""
+    """What a batch gives at the cut, (B, *output_shape), and its mean loss where the loss is in the graph.
+
+    Of a part with a projection head also the embedding (B, d), and its distance (B,) from the anchors."""
 
     z: Floats
     loss: float | None
+    embedding: Floats | None = None
+    distance: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,20 @@ class Trainer:
         self._buffers: dict[str, Floats] = {}  # BatchNorm statistics that the step will commit
         self._gradients: dict[str, Floats] = {}
 
-    def forward(self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None) -> Forward:
+    def forward(
+        self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None,
+        anchors: Floats | None = None,
+    ) -> Forward:  # fmt: skip
         """Run images (B, 3, h, w) in train mode; a batch that was begun before is dropped.
 
-        `targets` (B, C) one-hot where the loss is in the graph; `keep` (B, K) patch positions where it takes them.
+        `targets` (B, C) one-hot where the loss is in the graph; `keep` (B, K) patch positions where it takes them;
+        `anchors` (B, d) where the part has a projection head.
         Raises: TrainingError when the loss or a new statistic is not finite; PackageError when the graphs do not fit
         the cut; EngineError when onnxruntime fails.
         """
         self.discard()
         backward, graph = self._graph("backward"), self._graph("forward")
-        data = _data_values(x=x, targets=targets, keep=keep)
+        data = _data_values(x=x, targets=targets, keep=keep, anchors=anchors)
         wanted = [name for name in graph.outputs if not name.startswith("saved:") or name in backward.inputs]
         found = graph.run(wanted, self._values | data)
         z = found["z"].numpy()
@@ -129,13 +137,18 @@ class Trainer:
                 )
         self._buffers = moved
         self._saved = {name: value for name, value in (found | data).items() if name in backward.inputs}
-        return Forward(z, loss)
+        embedding, distance = (found[name].numpy() if name in found else None for name in ("embedding", "distance"))
+        return Forward(z, loss, embedding, distance)
 
-    def backward(self, grad_z: Floats | None = None, only: Collection[str] | None = None) -> dict[str, Floats]:
+    def backward(
+        self, grad_z: Floats | None = None, pull: Floats | None = None, only: Collection[str] | None = None
+    ) -> dict[str, Floats]:
         """Gradients by name; `grad_z` (B, *output_shape) is d loss / d z, absent where the loss is in the graph.
 
-        With `only`, those of some trainable tensors: the others do not move in the step, and cost nothing. They may be
-        changed in place before `step`. The activations of `forward` are freed.
+        `pull` (B,) is d loss / d distance, where the part has a projection head. With `only`, the gradients are of some
+        trainable tensors: the others do not move in the step, and cost nothing.
+
+        They may be changed in place before `step`. The activations of `forward` are freed.
         Raises: RemoteProtocolError when grad_z has another shape; EngineError when onnxruntime fails.
         """
         graph = self._graph("backward")
@@ -150,7 +163,7 @@ class Trainer:
                 raise RemoteProtocolError(
                     f"expected a gradient of {self.cut.output_shape} for each image, found {grad_z.shape[1:]}", NEW_RUN
                 )
-            feeds |= _data_values(grad_z=grad_z)
+            feeds |= _data_values(grad_z=grad_z, pull=pull)
         names = [name for name in self.cut.trainable if only is None or name in only]
         found = graph.run([f"grad:{name}" for name in names], feeds)
         self._saved = {}

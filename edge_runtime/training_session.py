@@ -15,7 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from contract.errors import EngineError, PackageError
-from contract.training import TrainingCut
+from contract.training import PROJECTION, TrainingCut
 
 Floats: TypeAlias = NDArray[np.float32]
 Values: TypeAlias = dict[str, Any]  # onnxruntime.OrtValue by name; its package has no types
@@ -86,16 +86,17 @@ def check_graph(graph: Graph, role: str, cut: TrainingCut, tensors: Mapping[str,
     """Raises: PackageError when a graph's names or shapes are not those of its cut."""
     saved = {f"saved:{number}" for number in range(cut.saved)}
     data = {
-        "forward": {"x", "keep", "targets"},
-        "backward": {"x", "keep", "targets", "grad_z", *saved},
+        "forward": {"x", "keep", "targets", "anchors"},
+        "backward": {"x", "keep", "targets", "anchors", "pull", "grad_z", *saved},
         "evaluate": {"x"},
     }[role]
     unknown = graph.inputs.keys() - data - tensors.keys()
     if unknown:
         raise PackageError(f"{graph.name} asks for {min(unknown)}, which cut {cut.index} does not have", FETCH_AGAIN)
     new = {f"new:{name}" for name in cut.buffers}
+    told = {"loss"} if cut.loss != "none" else {"embedding", "distance"} if PROJECTION[0] in cut.trainable else set()
     needed = {
-        "forward": {"z", *saved} | ({"loss"} if cut.loss != "none" else set()),
+        "forward": {"z", *saved, *told},
         "backward": {f"grad:{name}" for name in cut.trainable},
         "evaluate": {"z"},
     }[role]

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from contract.console import Progress
 from contract.manifest import Cut
 from contract.messages import Ask, Features, Message
-from contract.tokens import TokenLayout, check_source_count, sent_layout
+from contract.tokens import TokenLayout, check_source_count, kept_patches, sent_layout
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
 from edge_runtime.release_ledger import Release, ReleaseLedger
+from edge_runtime.released_patches import to_text
 from edge_runtime.stages import Stages
 from edge_runtime.terms import Terms
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
@@ -45,6 +46,7 @@ class Bench:
     max_releases: int
     features: Path  # folder of the clean features
     retrieves_patches: bool = True  # as the manifest says; never where no patch is sent
+    max_patch_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,13 @@ class Worker:
 
     def _release(self, upload: Upload) -> Release:
         bench = self._bench
-        return Release(
-            bench.package_digest.hex(), bench.cut.index, noise_kind(bench.terms.alpha, upload.fresh), upload.kappa
-        )
+        layout, kind = bench.cut.tokens, noise_kind(bench.terms.alpha, upload.fresh)
+        patches = to_text(layout.grid, kept_patches(layout.grid, bench.cut.sent.kept))
+        return Release(bench.package_digest.hex(), bench.cut.index, kind, upload.kappa, patches)
 
     def _check_releases(self, upload: Upload) -> None:
         ids = [sample.sample_id for sample in self.samples]
-        self._ledger.check(ids, self._release(upload), self._bench.max_releases)
+        self._ledger.check(ids, self._release(upload), self._bench.max_releases, self._bench.max_patch_share)
 
     def _count(self, message: Features, saturated: int) -> None:
         sources_bytes = 0 if message.sources is None else message.sources.nbytes

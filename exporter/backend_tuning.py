@@ -53,8 +53,9 @@ class Bench:
     scratch: Path
     device: str
     tuning: TuneSettings
-    few_shot: FewShotSettings
+    few_shot: FewShotSettings | None  # None: rates are not chosen
     tuning_frontends: tuple[TuningFrontend, ...] = ()
+    strengths: tuple[float, ...] = ()  # at which top-1 is measured besides the planned one
 
 
 @dataclass(frozen=True)
@@ -78,22 +79,28 @@ class PreparedBackend:
     head_origin: str
     rates: FewShotRates
     accuracies: Accuracies
+    by_strength: tuple[float | None, ...] = ()  # top-1 under weight noise and each of the bench's strengths
 
 
-def prepare_untuned(bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None) -> PreparedBackend:
+def prepare_untuned(
+    bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, rng: np.random.Generator
+) -> PreparedBackend:
     """Statistics and default rates; accuracies where the model's own head answers the public set's classes."""
     session = open_session(bench.file.data, bench.threads)
     images = bench.parts.tuning[: bench.limits.statistics_images]
     public_tokens = _statistics(bench, _extract(bench, session, images, "to measure"))
-    accuracies = Accuracies()
+    accuracies, by_strength = Accuracies(), ()
     if _could_answer(bench, head):
         held = _Held(bench, session)
         model = Classifier(backend, linear_head(*head))
         accuracies = Accuracies(held.top1(model, held.exact), held.top1(model, held.coded))
+        if bench.strengths:
+            held.add_noisy(rng)
+            by_strength = _by_strength(bench, model, held, public_tokens)
     layer = None if head is None else linear_head(*head)
     origin = "none" if head is None else "the model's own"
     rates = default_rates("no tuning was asked for")
-    return PreparedBackend(public_tokens, _state(backend), layer, origin, rates, accuracies)
+    return PreparedBackend(public_tokens, _state(backend), layer, origin, rates, accuracies, by_strength)
 
 
 def prepare_tuned(
@@ -113,7 +120,8 @@ def prepare_tuned(
     release = WireChannel(public_tokens, bench.facts.layout, kappas[_LEVELS:], bench.device, rule)
     untuned = Classifier(backend, head_layer)
     before = _accuracies_before(bench, untuned, held, release, rng)
-    rates = _choose_rates(bench, untuned, tokens, channel, release, rng)
+    rates_rng = copy.deepcopy(rng) if bench.strengths else rng  # with or without rates, a sweep tunes alike
+    rates = _choose_rates(bench, untuned, tokens, channel, release, rates_rng)
     tuned = copy.deepcopy(untuned)
     rows, classes = np.arange(len(tokens.labels)), np.arange(head_layer.out_features)
     tune(
@@ -125,8 +133,9 @@ def prepare_tuned(
            "tuned_clean": held.top1(tuned, held.coded, _through(bench, channel, 0)),
            "tuned_noisy": held.top1(tuned, held.noisy, _through(bench, release, 0))}
     )  # fmt: skip
+    by_strength = _by_strength(bench, tuned, held, public_tokens)
     tuned.cpu()
-    return PreparedBackend(public_tokens, _state(tuned.backend), tuned.head, origin, rates, after)
+    return PreparedBackend(public_tokens, _state(tuned.backend), tuned.head, origin, rates, after, by_strength)
 
 
 class _Held:
@@ -161,6 +170,11 @@ def _accuracies_before(
         int8=held.top1(untuned, held.coded),
         untuned_noisy=held.top1(untuned, held.noisy, _through(bench, release, 0)),
     )
+
+
+def _by_strength(bench: Bench, model: Classifier, held: _Held, public_tokens: PublicTokens) -> tuple[float | None, ...]:
+    channel = WireChannel(public_tokens, bench.facts.layout, bench.strengths, bench.device, bench.plan.sent)
+    return tuple(held.top1(model, held.noisy, _through(bench, channel, level)) for level in range(len(bench.strengths)))
 
 
 def _through(bench: Bench, channel: WireChannel, level: int) -> Callable[[Tensor], Tensor]:
@@ -282,6 +296,8 @@ def _choose_rates(
     bench: Bench, untuned: Classifier, tokens: TokenSet, channel: WireChannel, release: WireChannel,
     rng: np.random.Generator,
 ) -> FewShotRates:  # fmt: skip
+    if bench.few_shot is None:
+        return default_rates("this export was made to be measured")
     held = hold_out(tokens.labels, bench.few_shot, rng)
     if not len(held):
         reason = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from contract.console import say
 from contract.errors import UsageError
 from contract.images import ImageRule
+from contract.leakage import LEAKAGE_NAME, of_package
 from contract.manifest import digest, to_bytes
 from contract.signature import PrivateKey, key_id, sign
 from exporter.backend_tuning import Bench, PreparedBackend, prepare_tuned, prepare_untuned
@@ -34,12 +35,14 @@ from exporter.package import (
     previous_manifest,
     publish,
     staging,
+    write_document,
     write_manifest,
     write_package,
     write_tensors,
 )
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
+from exporter.preview import with_preview
 from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
 from exporter.split import check_cut, split_tokens, usual_cut
@@ -58,6 +61,19 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class Gated:
+    """What a leakage-gated export adds: strengths of noise at which top-1 is measured as well; the leakage table that
+    the package must have and carry, and what the backend's folder says of the choice."""
+
+    strengths: tuple[float, ...] = ()
+    table: bytes | None = None
+    documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+UNGATED = Gated()
+
+
+@dataclass(frozen=True)
 class Report:
     """What was published."""
 
@@ -71,11 +87,13 @@ class Report:
 
 
 def export(
-    plan: ExportPlan, surroundings: Surroundings, limits: Limits, tuning: TuneSettings, few_shot: FewShotSettings
-) -> Report:
+    plan: ExportPlan, surroundings: Surroundings, limits: Limits, tuning: TuneSettings,
+    few_shot: FewShotSettings | None, gated: Gated = UNGATED,
+) -> Report:  # fmt: skip
     """Make, check and publish the package and its backend.
 
-    Raises UsageError, DataError, ExportError and GateError; then nothing is left at the target but what was there.
+    Raises UsageError, DataError, ExportError and GateError, PackageError for a table of another package; then nothing
+    is left at the target but what was there.
     """
     output = Path(plan.output)
     previous = previous_manifest(output)
@@ -106,17 +124,25 @@ def export(
         del model, frontend, runs, halves  # the frontend's weights are in the file now
         bench = Bench(
             plan, file, facts, public, parts, limits, surroundings.threads, staged.scratch, surroundings.device,
-            tuning, few_shot, extra,
+            tuning, few_shot, extra, gated.strengths,
         )  # fmt: skip
         prepared = _prepare(bench, backend, head, rng)
         bench = _gated(bench, prepared)
-        figures = figures_of(bench, prepared, frontend_s, time.monotonic() - started_s)
-        files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench)})
+        table = {} if gated.table is None else {LEAKAGE_NAME: gated.table}
+        files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench), **table})
         signer = key_id(surroundings.signer.public_key())
-        manifest = to_bytes(manifest_of(bench, prepared, family_name, files, signer, surroundings.now))
+        described = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
+        if gated.table is not None:
+            of_package(gated.table, described)
+        if plan.preview:
+            described = with_preview(described, plan, staged, surroundings.threads)
+        figures = figures_of(bench, prepared, described.preview, frontend_s, time.monotonic() - started_s)
+        manifest = to_bytes(described)
         package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))
         write_backend(staged.backend, bench, prepared, figures, package_digest)
+        for name, document in gated.documents.items():
+            write_document(staged.backend / name, document)
         publish(staged, output)
     return Report(str(output), plan.name, version, package_digest, signer, len(file.data), figures)
 
@@ -162,7 +188,7 @@ def _prepare(
     bench: Bench, backend: nn.Module, head: tuple[Tensor, Tensor] | None, rng: np.random.Generator
 ) -> PreparedBackend:
     if bench.plan.tune == "none":
-        return prepare_untuned(bench, backend, head)
+        return prepare_untuned(bench, backend, head, rng)
     return prepare_tuned(bench, copy.deepcopy(backend), head, rng)
 
 

@@ -69,6 +69,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
             state = state.get("state_dict", state.get("model", state)) if isinstance(state, dict) else state
+    except FileNotFoundError as error:  # safetensors' own says so without an errno
+        raise UsageError(f"there is no file of weights {path}", "check the path after --weights") from error
     except OSError as error:
         raise ExportError(f"the weights {path} cannot be read: {error}", "check the path after --weights") from error
     except (safetensors.SafetensorError, RuntimeError, ValueError, EOFError) as error:

@@ -13,17 +13,21 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from contract.canonical import encode
 from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
+from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
 from contract.tokens import KEPT
-from contract.training import HOLDS
+from contract.training import HOLDS, PrototypeRule
+from exporter.gate_cli import GATE_FIELDS, make_gate
+from exporter.gate_plan import GatePlan
 from exporter.plan import (
     ACTIVATIONS,
     GRADIENTS,
@@ -79,6 +83,9 @@ FIELDS = (
         "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
     ),
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
+    Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
+    Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
+    Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
     Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
@@ -103,15 +110,23 @@ FIELDS = (
         "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
         "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values",
     ),
+    Field("projection", int, None, "prototypes: values of an embedding; default: 128"),
+    Field("distance", str, None, "prototypes: from an embedding to its class's prototype; default: cosine"),
+    Field("no_normalise", bool, False, "prototypes: leave the values at the cut as long as they are"),
+    Field("count_step", int, None, "prototypes: tell counts rounded up to multiples of this; default: 1"),
     Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
+    *GATE_FIELDS,
 )
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
-            "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS}  # fmt: skip
+            "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS, "distance": ("cosine", "l2")}  # fmt: skip
+_OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", "peft")  # fmt: skip
+                "recompute", "keep_patches", "peft", *_OF_PROTOTYPES)  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
-_METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE"}
+_METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE", "split": "N|auto", "max_leakage": "LIMIT",
+             "gate_attacks": "NAMES"}  # fmt: skip
+_ADD_TABLE_HELP = "put a table of leakage-profile into the package DIR that it is of and sign it anew; exports nothing"
 _MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
 
 
@@ -124,14 +139,25 @@ def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.list_splits is not None:
         return _list_splits(arguments.list_splits, _model_args(arguments.model_arg) or {}, arguments.format)
-    flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg)}
+    flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg), "max_leakage": arguments.max_leakage}
+    is_auto = arguments.split == "auto"
+    if is_auto:
+        flags["split"] = None
     file = find_file(arguments.config, Path.cwd())
+    if arguments.add_table is not None:
+        return _add_table(*map(Path, arguments.add_table), _key_alone(flags["signing_key"], file), arguments.format)
     settings = resolve("export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file)
+    if is_auto:
+        settings = _without_split(settings)
     if arguments.show_config:
         print(settings.show())
         return 0
-    plan = make_plan(settings, arguments.force, arguments.release_whole_model)
+    gate = make_gate(settings, is_auto, _cuts(settings))
+    plan = make_plan(settings, arguments.force, arguments.release_whole_model, gate is not None)
+    check_output(Path(plan.output))
     signal.signal(signal.SIGTERM, _leave)
+    if gate is not None:
+        return _export_gated(plan, gate(plan), arguments.format)
     report = _export(plan)
     if arguments.format == "json":
         print_document("export", asdict(report))
@@ -156,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     for field in FIELDS:
         if field.name == "model_args":
             parser.add_argument("--model-arg", action="append", default=[], metavar="KEY=VALUE", help=_MODEL_ARG_HELP)
+        elif field.name == "max_leakage":
+            parser.add_argument(_flag(field), action="append", metavar=_METAVARS[field.name], help=field.help)
         elif field.type is bool:
             parser.add_argument(_flag(field), action="store_true", default=None, help=field.help)
         else:
@@ -164,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar = None if choices else _METAVARS.get(field.name, field.type.__name__.upper())
             parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=_help(field))
     parser.add_argument("--list-splits", metavar="MODEL", help=_SPLITS_HELP)
+    parser.add_argument("--add-table", nargs=2, metavar=("FILE", "DIR"), help=_ADD_TABLE_HELP)
     parser.add_argument("--force", action="store_true", help="publish although INT8 is outside its limits; recorded")
     parser.add_argument("--release-whole-model", action="store_true", help=_RELEASE_HELP)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
@@ -177,8 +206,9 @@ def _flag(field: Field) -> str:
 
 
 def _help(field: Field) -> str:
-    shown = field.default is not None and field.default is not REQUIRED
-    return f"{field.help} (default: {field.default})" if shown else field.help
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    shown = default is not None and default is not REQUIRED and default != ""
+    return f"{field.help} (default: {default})" if shown else field.help
 
 
 def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:
@@ -204,15 +234,22 @@ def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:
     return table or None
 
 
-def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False) -> ExportPlan:
+def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False, is_gated: bool = False) -> ExportPlan:
     """The plan of settled settings; paths become texts. Raises UsageError when they do not fit together."""
     values: dict[str, Any] = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.values.items()
     }
     values["model_args"] = tuple(sorted(values["model_args"].items()))
     chosen = {name: values.pop(name) for name in ("for", "cuts", *_OF_TRAINING)}
+    for field in GATE_FIELDS:
+        del values[field.name]
     cuts = _cuts(settings)
     if holds_of(chosen["for"]) != "frontend":
+        if is_gated:
+            raise UsageError(
+                f"--max-leakage is for frontends, and {chosen['for']} trains its part on devices without noise",
+                "leave it out; leakage-profile measures what such parts show",
+            )
         values["split"] = None
         return ExportPlan(**values, force=force, training=_training(chosen, cuts, release_whole_model))
     idle = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if settings.origin[name] != "default"]
@@ -222,13 +259,20 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
             f"{idle[0]} was given, but {chosen['for']} trains nothing on devices",
             f"leave it out, or choose --for {' or '.join(name for name in HOLDS if HOLDS[name] != 'frontend')}",
         )
-    if len(cuts) > 1:
+    if len(cuts) > 1 and not is_gated:
         raise UsageError(
             f"--cuts names {len(cuts)} cuts, and a package for {chosen['for']} holds one frontend",
             f"name one cut, such as --cuts {cuts[-1]}, and export once for each",
         )
     values["split"] = cuts[0] if cuts else None
     return ExportPlan(**values, force=force)
+
+
+def _without_split(settings: Resolved) -> Resolved:
+    """A cut of a file or the environment gives way to --split auto."""
+    return replace(
+        settings, values={**settings.values, "split": None}, origin={**settings.origin, "split": "--split auto"}
+    )
 
 
 def _cuts(settings: Resolved) -> tuple[int, ...]:
@@ -251,26 +295,89 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
         freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
         peft=chosen["peft"],
+        prototypes=_prototypes(chosen),
     )  # fmt: skip
 
 
-def _export(plan: ExportPlan):
+def _add_table(table: Path, folder: Path, named: Path | None, form: str) -> int:
+    from exporter.attach import add_table
+
+    path = named or folder.absolute().parent / "signing-key.pem"
+    done = add_table(table, folder, load_private(path), lambda: datetime.now(timezone.utc))
+    if form == "json":
+        print_document("attached", asdict(done))
+    else:
+        say(
+            f"{done.output}: {done.name} version {done.version} with {done.added}, digest {done.package_digest[:16]}; "
+            "give devices and the server this one"
+        )
+    return 0
+
+
+def _key_alone(flag: object, file: Path | None) -> Path | None:
+    """The one setting that signing anew needs; others may be there, and none is missed."""
+    fields = [replace(field, default=None) if field.default is REQUIRED else field for field in FIELDS]
+    return resolve("export", fields, {"signing_key": flag}, os.environ, file).values["signing_key"]
+
+
+def _export_gated(plan: ExportPlan, gate: GatePlan, form: str) -> int:
+    surroundings = _surroundings(plan)
+    from exporter.few_shot import played
+    from exporter.gate import Bench, sweep
+    from exporter.gate_report import KIND, refusal, to_text
+    from exporter.tune import settings_for
+
+    bench = Bench(gate, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets))
+    outcome, report = sweep(plan, bench, played(plan.played_sites))
+    if form == "json":
+        print_document(KIND, {**encode(outcome), "export": None if report is None else asdict(report)})
+    else:
+        print(to_text(outcome), end="")
+    if report is None:
+        raise refusal(outcome)
+    _say_report(report)
+    return 0
+
+
+def _prototypes(chosen: Mapping[str, Any]) -> PrototypeRule | None:
+    """Raises UsageError for options of prototypes where there are none."""
+    given = [name for name in _OF_PROTOTYPES if chosen[name]]
+    if chosen["for"] == "prototypes":
+        return PrototypeRule(
+            chosen["projection"] or 128, chosen["distance"] or "cosine", not chosen["no_normalise"],
+            count_step=chosen["count_step"] or 1,
+        )  # fmt: skip
+    if given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} was given, but {chosen['for']} has no prototypes",
+            "leave it out, or choose --for prototypes",
+        )
+    return None
+
+
+def _surroundings(plan: ExportPlan):
     # Threads that spin while they wait make small steps eight times slower where another program has a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Torch takes seconds to import: --help and every mistake on the command line are answered before.
     import torch
 
-    from exporter.build import Surroundings, export
-    from exporter.few_shot import played
-    from exporter.training_package import export_training
-    from exporter.tune import settings_for
+    from exporter.build import Surroundings
 
-    surroundings = Surroundings(
+    return Surroundings(
         signer=_signer(plan),
         now=lambda: datetime.now(timezone.utc),
         threads=len(os.sched_getaffinity(0)),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
+
+
+def _export(plan: ExportPlan):
+    surroundings = _surroundings(plan)
+    from exporter.build import export
+    from exporter.few_shot import played
+    from exporter.training_package import export_training
+    from exporter.tune import settings_for
+
     if plan.training is not None:
         return export_training(plan, surroundings)
     return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), played(plan.played_sites))
@@ -319,6 +426,12 @@ def _say_tuning(report) -> None:
     if top1:
         say("top-1 on held-out public images: " + ", ".join(f"{name} {value:.1%}" for name, value in top1.items()))
     say(f"learning rates for sites: backend {report.figures['backend_lr']:g}, head {report.figures['head_lr']:g}")
+    for each in report.figures["preview"]:
+        say(
+            f"preview at kappa {each['kappa']:g}: a decoder of {each['steps']} steps reads {each['psnr_db']:.1f} dB, "
+            f"SSIM {each['ssim']:.2f} of {each['images']} pictures that it never saw; a linear one "
+            f"{each['ridge_psnr_db']:.1f} dB, one colour for all {each['colour_psnr_db']:.1f} dB"
+        )
 
 
 def _leave(number: int, frame: object) -> None:

@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,8 @@ from torch import Tensor
 
 from contract.errors import ExportError, ManifestError
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, FileRecord, Manifest, from_bytes
+from contract.output import check_output
+from contract.scratch import scratch_folder
 
 ONNX_NAME = "front.onnx"
 GOLDEN_NAME = "golden.safetensors"
@@ -44,24 +44,16 @@ def backend_path(output: Path) -> Path:
 
 @contextlib.contextmanager
 def staging(output: Path) -> Iterator[Staging]:
-    """Folders to write into; whatever is still in them at the end is removed.
+    """Folders to write into; whatever is still in them at the end is removed, and what a killed export left before.
 
-    Raises ExportError when the target's parent cannot be written.
+    Raises UsageError when the target's parent cannot be written.
     """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    except OSError as error:
-        raise ExportError(
-            f"{output.parent} should be a folder that can be written: {error.strerror}", "choose another -o"
-        ) from error
-    try:
+    check_output(output)
+    with scratch_folder(f".{output.name}.", ".tmp", output.parent) as root:
         staged = Staging(root / "package", root / "backend", root / "scratch")
         for folder in (staged.package, staged.backend, staged.scratch):
             folder.mkdir()
         yield staged
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def previous_manifest(output: Path) -> Manifest | None:
@@ -148,6 +140,18 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
 def write_document(path: Path, document: Mapping[str, object]) -> None:
     """JSON for people and programs; NaN is refused."""
     write_file(path, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+
+def replace_document(path: Path, document: Mapping[str, object]) -> None:
+    """The same in place of an earlier one, whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_document(draft, document)
+        os.replace(draft, path)
+        _flush(path.parent)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ExportError(f"{path} cannot be written: {error.strerror}", "make room, or choose another -o") from error
 
 
 def write_table(path: Path, table: Mapping[str, object]) -> None:

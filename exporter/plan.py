@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from contract.errors import UsageError, suggest
 from contract.tokens import KEPT, Kept, SentRule
-from contract.training import HOLDS, MASKED, AugmentRule, Holds, OptimiserRule, Precision
+from contract.training import HOLDS, MASKED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
@@ -62,6 +62,7 @@ class TrainingChoices:
     recompute: bool
     keep_patches: float | None = None  # share of an image's patches that goes through the part in training
     peft: str = "all"
+    prototypes: PrototypeRule | None = None  # of the strategy of that name
 
     def __post_init__(self) -> None:
         rule, augment, holds = self.optimiser, self.augment, holds_of(self.strategy)
@@ -76,6 +77,14 @@ class TrainingChoices:
         _require(
             0 <= augment.brightness < 1, f"brightness must be 0 or more and less than 1, found {augment.brightness}"
         )
+        with_head = self.prototypes is not None
+        _require(with_head == (self.strategy == "prototypes"), f"{self.strategy} has its own kind of part")
+        if self.prototypes is not None:
+            _require(self.prototypes.dimension >= 1, f"projection must be 1 or more, found {self.prototypes.dimension}")
+            _require(
+                self.prototypes.count_step >= 1, f"count-step must be 1 or more, found {self.prototypes.count_step}"
+            )
+            _require(self.keep_patches is None, "keep-patches and prototypes do not go together")
         share = self.keep_patches
         _require(share is None or 0 < share <= 1, f"keep-patches must be more than 0 and at most 1, found {share}")
         masked = self.strategy in MASKED
@@ -161,6 +170,9 @@ class ExportPlan:
     masked: bool = False  # the frontend takes the patches to run as a second input
     no_hilbert: bool = False  # leave the Hilbert transforms out of the public set (SA's ablation "w/o HT")
     tuning_subsets: int = 3  # M; 0: the sent frontend alone
+    preview: bool = False  # put decoders for the owner's preview into the package
+    preview_steps: int = 1500
+    preview_minutes: float = 15.0
     played_sites: int | None = None  # None: by the size of the backend
 
     def __post_init__(self) -> None:
@@ -190,6 +202,19 @@ class ExportPlan:
             raise UsageError(
                 f"--masked is for frontends; {self.training.strategy} masks with --keep-patches", "leave out --masked"
             )
+
+        self._check_preview()
+
+    def _check_preview(self) -> None:
+        if self.preview and self.training is not None:
+            raise UsageError(
+                f"--preview is for frontends; parts for {self.training.strategy} send without noise",
+                "leave it out; leakage-profile measures what such parts show",
+            )
+        if self.preview and self.calibration is None:
+            raise UsageError("--preview trains an attacker on public images", "add --calibration DIR")
+        _require(self.preview_steps >= 1, f"preview-steps must be 1 or more, found {self.preview_steps}")
+        _require(self.preview_minutes > 0, f"preview-minutes must be more than 0, found {self.preview_minutes}")
 
     @property
     def sent(self) -> SentRule:

@@ -56,13 +56,9 @@ class PublicSet:
 
     def digest(self) -> str:
         """SHA-256 in hex over the files' names and sizes, to tell later whether the set is still the same."""
-        digest = hashlib.sha256()
-        if self.folder is None:
-            digest.update(np.ascontiguousarray(self.drawn).data)
-        else:
-            for image in self.folder.images:
-                digest.update(f"{image.relative}\0{image.path.stat().st_size}\n".encode())
-        return digest.hexdigest()
+        if self.folder is not None:
+            return self.folder.digest()
+        return hashlib.sha256(np.ascontiguousarray(self.drawn).data).hexdigest()
 
 
 def open_folder(root: Path, rule: ImageRule, hilbert: bool = True) -> PublicSet:

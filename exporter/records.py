@@ -14,6 +14,7 @@ import numpy as np
 
 from contract.images import ImageRule
 from contract.manifest import FORMAT, Cut, EngineNeeds, FileRecord, LabelMode, Manifest, Quantization, TransformRules
+from contract.preview import Decoder
 from exporter.backend_tuning import Bench, PreparedBackend
 from exporter.onnx_graph import INPUT_NAME, IR_VERSION, OUTPUT_NAME
 from exporter.package import ONNX_NAME, golden_bytes, write_arrays, write_document, write_table, write_tensors
@@ -27,7 +28,9 @@ PART_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label", "permuted-label", "logit
 WHOLE_MODEL_LABEL_MODES: tuple[LabelMode, ...] = ("raw-label",)
 
 
-def figures_of(bench: Bench, prepared: PreparedBackend, frontend_s: float, total_s: float) -> dict[str, object]:
+def figures_of(
+    bench: Bench, prepared: PreparedBackend, decoders: tuple[Decoder, ...], frontend_s: float, total_s: float
+) -> dict[str, object]:
     """Every figure of the export, for export.json and for the command's own report."""
     int8 = {} if bench.file.figures is None else asdict(bench.file.figures)
     return {
@@ -35,6 +38,9 @@ def figures_of(bench: Bench, prepared: PreparedBackend, frontend_s: float, total
         "forced": bench.file.forced,
         "float32_differences": list(bench.file.differences),
         "top1": asdict(prepared.accuracies),
+        "top1_at": [
+            {"kappa": kappa, "top1": top1} for kappa, top1 in zip(bench.strengths, prepared.by_strength, strict=False)
+        ],
         "server_head": prepared.head_origin,
         "backend_lr": prepared.rates.backend_lr,
         "head_lr": prepared.rates.head_lr,
@@ -42,6 +48,7 @@ def figures_of(bench: Bench, prepared: PreparedBackend, frontend_s: float, total
         "tuning_images": len(bench.parts.tuning) if bench.plan.tune != "none" else 0,
         "evaluation_images": len(bench.parts.evaluation),
         "macs": bench.file.macs,
+        "preview": [asdict(each) for each in decoders],
         "frontend_s": round(frontend_s, 1),
         "total_s": round(total_s, 1),
     }

@@ -13,6 +13,7 @@ from typing import Literal
 from torch import nn
 
 from contract.errors import ExportError
+from contract.training import PrototypeRule
 from exporter.training_onnx import macs, to_onnx
 from exporter.training_partition import divide, whole
 from exporter.training_trace import plain_copy, sort_tensors, trace_evaluation, trace_training
@@ -35,17 +36,19 @@ class TrainingGraphs:
     moved: tuple[str, ...]  # buffers for which the forward graph has an output new:<name>
     saved: int
     macs: int  # of the evaluation graph, for one image
+    prototypes: PrototypeRule | None = None  # of a part that `prototypes.attach` has given a projection head
 
 
 def make_training_graphs(
     part: nn.Module, input_shape: tuple[int, int, int], *, trainable: Collection[str], loss: Loss = "none",
     kept_tokens: bool = False, recompute: bool = False, class_count: int | None = None,
+    prototypes: PrototypeRule | None = None,
 ) -> TrainingGraphs:  # fmt: skip
     """Graphs for `part`: images (B, 3, h, w) [and kept positions (B, K)] -> z, or (z, loss).
 
     Every module is traced in the mode it is in: a BatchNorm in train mode uses and moves statistics of the batch, one
     in evaluation mode uses its running ones. With "cross-entropy" z are logits and the loss is made in the graph.
-    The part itself is not changed.
+    With prototypes the part returns (z, embedding). The part itself is not changed.
 
     Raises ExportError for a part that cannot be trained this way.
     """
@@ -55,7 +58,7 @@ def make_training_graphs(
         )
     tensors = sort_tensors(part, trainable)
     copied = plain_copy(part)
-    traced = trace_training(copied, input_shape, tensors, class_count, kept_tokens)
+    traced = trace_training(copied, input_shape, tensors, class_count, kept_tokens, prototypes)
     evaluated = trace_evaluation(copied, input_shape, tensors)
     forward, backward = divide(traced, recompute)
     evaluate = whole(evaluated)
@@ -72,4 +75,5 @@ def make_training_graphs(
         moved=tuple(name.removeprefix("new:") for name in traced.outputs if name.startswith("new:")),
         saved=sum(name.startswith("saved:") for name in forward.outputs),
         macs=macs(evaluate),
+        prototypes=prototypes,
     )

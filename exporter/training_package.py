@@ -12,14 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from contract.console import progress, say
 from contract.errors import ExportError, UsageError, suggest
+from contract.images import ImageRule, normalise
 from contract.manifest import digest, to_bytes
 from contract.signature import key_id, sign
-from contract.training import FORMAT, MASKED, PARAMETERS_NAME, TRAINING_NAME, TrainingCut, TrainingPlan
+from contract.training import (
+    FORMAT,
+    MASKED,
+    PARAMETERS_NAME,
+    TRAINING_NAME,
+    PrototypeRule,
+    TrainingCut,
+    TrainingPlan,
+)
 from contract.training import to_bytes as training_to_bytes
 from exporter.build import Report, Surroundings
 from exporter.checkpoint import create_model, image_rule
@@ -39,7 +49,9 @@ from exporter.package import (
     write_package,
     write_tensors,
 )
-from exporter.plan import ExportPlan, TrainingChoices
+from exporter.plan import ExportPlan, Limits, TrainingChoices
+from exporter.prototypes import attach, width_of, with_scale
+from exporter.public_set import draw_synthetic, open_folder
 from exporter.records import export_document, training_manifest_of
 from exporter.split import usual_cut
 from exporter.training_check import TrainingFigures, TrainingRule, check_training_graphs
@@ -118,9 +130,15 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         )
     plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
     _check_freeze(chosen.freeze, parts)
-    finished = _finish(parts, facts.input_shape, chosen, _kept(facts, chosen.keep_patches))
-    training = training_to_bytes(training_plan(chosen, tuple(each.cut for each in finished)))
+    macs = [count_macs(part.module, facts.input_shape) for part in parts]
     state = model.state_dict()
+    if chosen.prototypes is not None:
+        fitted = fit_prototypes(chosen.prototypes, parts, plan, rule)
+        chosen = replace(chosen, prototypes=fitted)
+        plan = replace(plan, training=chosen)
+        state = {**state, **parts[0].module.state_dict()}
+    finished = _finish(parts, macs, facts.input_shape, chosen, _kept(facts, chosen.keep_patches))
+    training = training_to_bytes(training_plan(chosen, tuple(each.cut for each in finished)))
     tensors = {name: state[name].float() for name in sorted(_names(finished))}
     parameters = tensor_bytes(tensors)
     contents = {TRAINING_NAME: training, PARAMETERS_NAME: parameters}
@@ -147,7 +165,7 @@ def _choices(plan: ExportPlan) -> TrainingChoices:
     assert plan.training is not None  # exporter.cli and tests choose this function by it
     if plan.opset != 20:
         raise UsageError(f"training graphs need opset 20, found {plan.opset}", "leave out --opset")
-    if plan.calibration is not None:
+    if plan.calibration is not None and not (plan.training.prototypes and plan.training.prototypes.normalise):
         say("warning: --calibration is not used: parts are trained in float32, and nothing is measured on images")
     return plan.training
 
@@ -161,6 +179,34 @@ def check_cuts(cuts: Sequence[int], depth: int) -> tuple[int, ...]:
             f"choose cuts from 1 to {depth - 1}; the whole model needs --for fed_avg --release-whole-model",
         )
     return tuple(cuts)
+
+
+def fit_prototypes(rule: PrototypeRule, parts: Sequence[Part], plan: ExportPlan, image: ImageRule) -> PrototypeRule:
+    """Give the one part its projection head, drawn by the plan's seed; the rule with the scale of g.
+
+    The scale is taken on the first images of --calibration, on drawn pictures where there are none.
+    Raises UsageError for several parts, which could not share a head.
+    """
+    if len(parts) > 1:
+        raise UsageError(
+            f"--cuts names {len(parts)} cuts, and prototypes of several are in no common space", "name one cut"
+        )
+    module, limits = parts[0].module, Limits()
+    if plan.calibration is not None:
+        public = open_folder(Path(plan.calibration), image)
+    else:
+        public = draw_synthetic(limits.calibration_images, image, np.random.default_rng(plan.seed))
+        if rule.normalise:
+            say("warning: no --calibration: the scale of the values at the cut is taken on drawn pictures")
+    chosen = np.random.default_rng(plan.seed).permutation(len(public))[: limits.calibration_images]
+    images = torch.from_numpy(normalise(public.pixels(chosen.tolist()), image))
+    fitted = with_scale(rule, module, images) if rule.normalise else rule
+    with torch.no_grad():
+        shape = tuple(module.eval()(images[:1]).shape[1:])
+    with torch.random.fork_rng():
+        torch.manual_seed(plan.seed)
+        attach(module, fitted, width_of(shape))
+    return fitted
 
 
 def head_name(model: nn.Module) -> str:
@@ -267,25 +313,26 @@ def _kept(facts: Facts, share: float | None) -> Kept | None:
 
 
 def _finish(
-    parts: Sequence[Part], input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
-) -> list[FinishedPart]:
+    parts: Sequence[Part], macs: Sequence[int], input_shape: tuple[int, int, int], chosen: TrainingChoices,
+    kept: Kept | None,
+) -> list[FinishedPart]:  # fmt: skip
     finished = []
     with progress(total=len(parts), description="Tracing and checking parts", unit="parts") as bar:
-        for part in parts:
-            finished.append(_finish_part(part, input_shape, chosen, kept))
+        for part, each in zip(parts, macs, strict=True):
+            finished.append(_finish_part(part, each, input_shape, chosen, kept))
             bar.update(1)
     return finished
 
 
 def _finish_part(
-    part: Part, input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
+    part: Part, macs: int, input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
 ) -> FinishedPart:
     trained = _trained(part, chosen.freeze)
     classes = None if part.loss == "none" else chosen.classes
     set_modes(part.module, trained)
     graphs = make_training_graphs(
         part.module, input_shape, trainable=trained, loss=part.loss, recompute=chosen.recompute,
-        kept_tokens=kept is not None, class_count=classes,
+        kept_tokens=kept is not None, class_count=classes, prototypes=chosen.prototypes,
     )  # fmt: skip
     fewest, most = _CHECKED_IMAGES
     gate = TrainingRule(batch=max(fewest, min(most, _CHECKED_PIXELS // math.prod(input_shape[1:]))))
@@ -293,7 +340,7 @@ def _finish_part(
         part.module, graphs, input_shape, rule=gate, class_count=classes,
         kept=kept.count if kept else None, patches=kept.patches if kept else None,
     )  # fmt: skip
-    cut = _cut(part, graphs, count_macs(part.module, input_shape), kept)
+    cut = _cut(part, graphs, macs, kept)
     files = dict(zip(part.file_names, (graphs.forward, graphs.backward, graphs.evaluate), strict=True))
     return FinishedPart(cut, files, checked)
 
@@ -317,6 +364,7 @@ def training_plan(chosen: TrainingChoices, cuts: tuple[TrainingCut, ...]) -> Tra
     return TrainingPlan(
         format=FORMAT, strategy=chosen.strategy, whole_model=chosen.whole_model, class_count=chosen.classes, cuts=cuts,
         optimiser=chosen.optimiser, augment=chosen.augment, gradient=chosen.gradient, activations=chosen.activations,
+        prototypes=chosen.prototypes,
     )  # fmt: skip
 
 

@@ -22,11 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from contract.errors import ExportError
+from contract.training import PrototypeRule
+from exporter.prototypes import distance as distance_of
 from exporter.training_decompositions import BatchNorm, decomposition_table
 from exporter.training_passes import tidy
 
 IMAGES, KEEP, TARGETS, GRADIENT = "x", "keep", "targets", "grad_z"
 OUTPUT, LOSS = "z", "loss"
+ANCHORS, PULL = "anchors", "pull"  # of a part with a projection head
+EMBEDDING, DISTANCE = "embedding", "distance"
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,14 @@ def plain_copy(part: nn.Module) -> nn.Module:
 
 
 def trace_training(
-    part: nn.Module, input_shape: tuple[int, int, int], tensors: Tensors, class_count: int | None, kept_tokens: bool
-) -> Traced:
+    part: nn.Module, input_shape: tuple[int, int, int], tensors: Tensors, class_count: int | None, kept_tokens: bool,
+    prototypes: PrototypeRule | None = None,
+) -> Traced:  # fmt: skip
     """Forward, loss where there is one, running statistics, and the gradient of every trainable tensor.
 
     `part` is a plain copy, its modules in the modes to be traced. With a class count the loss is the cross-entropy of
-    its logits; a part that returns (z, loss) brings its own.
+    its logits; a part that returns (z, loss) brings its own. With prototypes the part returns (z, embedding), and the
+    gradient is that of <z, grad_z> + <distance, pull>.
 
     Raises ExportError when torch cannot trace the part or its gradients.
     """
@@ -120,26 +126,36 @@ def trace_training(
     norms = _Norms()
     with example.mode, _plain_attention(), _explained():
         z, own_loss = example.run(norms)
-    if class_count is None and own_loss is None:
+    if prototypes is not None or (class_count is None and own_loss is None):
         with example.mode:
             example.inputs[GRADIENT] = torch.empty(z.shape)
+    if prototypes is not None:
+        with example.mode:
+            example.inputs[ANCHORS] = torch.empty(z.shape[0], prototypes.dimension)
+            example.inputs[PULL] = torch.empty(z.shape[0])
     outputs: list[str] = []
     names = tuple(example.inputs)
 
     def joint(*flat: Tensor) -> list[Tensor]:
         given = dict(zip(names, flat, strict=True))
         leaves = {name: given[name].detach().requires_grad_() for name in tensors.trainable}
-        z, loss = example.run(norms, {**given, **leaves})
-        if class_count is not None:
-            loss = -(given[TARGETS] * torch.log_softmax(z, dim=1)).sum(1).mean(0)
-        seed = (z, given[GRADIENT]) if loss is None else (loss, None)
-        gradients = torch.autograd.grad(seed[0], list(leaves.values()), seed[1], allow_unused=True)
+        z, second = example.run(norms, {**given, **leaves})
+        if prototypes is not None:
+            apart = distance_of(second, given[ANCHORS], prototypes.distance)
+            results, ends = {OUTPUT: z, EMBEDDING: second, DISTANCE: apart}, [z, apart]
+            seeds = [given[GRADIENT], given[PULL]]
+        else:
+            loss = second
+            if class_count is not None:
+                loss = -(given[TARGETS] * torch.log_softmax(z, dim=1)).sum(1).mean(0)
+            results = {OUTPUT: z} if loss is None else {OUTPUT: z, LOSS: loss}
+            ends, seeds = ([z], [given[GRADIENT]]) if loss is None else ([loss], [None])
+        gradients = torch.autograd.grad(ends, list(leaves.values()), seeds, allow_unused=True)
         unused = [name for name, each in zip(leaves, gradients, strict=True) if each is None]
         if unused:
             raise ExportError(
                 f"{unused[0]} has no influence on what the part computes", "leave it out of the trained ones"
             )
-        results = {OUTPUT: z} if loss is None else {OUTPUT: z, LOSS: loss}
         results.update({f"new:{name}": value for name, value in norms.moved.items()})
         results.update({f"grad:{name}": each for name, each in zip(leaves, gradients, strict=True)})
         outputs[:] = list(results)
@@ -198,7 +214,7 @@ class _Example:
         return self.mode.from_tensor(value, symbolic_context=context)
 
     def run(self, norms: _Norms, given: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-        """z, and the loss of a part that returns one."""
+        """z, and the loss or the embedding of a part that returns one."""
         given = self.inputs if given is None else given
         named = {name: given[name] for name in self._tensors.names}
         arguments = (given[IMAGES], given[KEEP]) if KEEP in given else (given[IMAGES],)

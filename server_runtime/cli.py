@@ -44,7 +44,12 @@ def _parser() -> ArgumentParser:
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
         epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
     )
-    choices = {"strategy": strategies.names(), "label_mode": plan.LABEL_MODES, "schedule": SCHEDULES}
+    choices = {
+        "strategy": strategies.names(),
+        "label_mode": plan.LABEL_MODES,
+        "schedule": SCHEDULES,
+        "server_copies": plan.SERVER_COPIES,
+    }
     metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
     kinds = {Path: "PATH", int: "N", float: "X"}
     for field in FIELDS:

@@ -25,6 +25,7 @@ from contract.messages import (
     Hello,
     PatchFeatures,
     Proof,
+    Prototypes,
     Refuse,
     Scores,
     Settled,
@@ -37,7 +38,8 @@ from .admission import Admission, Joined
 from .store import Store
 
 T = TypeVar("T")
-REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures)  # a device makes them again by ask id
+# A device makes them again by ask id.
+REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures, Prototypes)
 _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 

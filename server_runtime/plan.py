@@ -42,7 +42,7 @@ FIELDS = (
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "fed_avg, fed_bfpt, eft_vit: epochs of a device in one round"),
-    Field("quorum", int, 0, "fed_avg: so many devices are enough for a round when the others are away; 0: all"),
+    Field("quorum", int, 0, "fed_avg, prototypes: so many devices are enough for a round when others are away; 0: all"),
     Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
     Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
     Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
@@ -55,28 +55,31 @@ FIELDS = (
         "",
         "layers on the device: N, and DEVICE=N for single ones, such as 6,pi-3=2; default: the package's first",
     ),
+    Field("prototype_strength", float, 1.0, "prototypes: lambda_0, the pull's weight beside the task's loss; 0: none"),
+    Field("prototype_shift", float, 2.0, "prototypes: alpha, how a device's shift weakens its pull; 0: not at all"),
+    Field("prototype_renewal", float, 0.5, "prototypes: beta, a round's share in the class prototypes, 0 to 1"),
+    Field(
+        "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
+    ),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
 _OF_ROUNDS = (
-    "local_epochs",
-    "quorum",
-    "fraction",
-    "server_epochs",
-    "server_rate",
-    "threshold",
-    "store_mb",
-    "store_rounds",
+    *("local_epochs", "quorum", "fraction", "server_epochs", "server_rate", "threshold"),
+    *("store_mb", "store_rounds"),
 )
 _ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
 _IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # whose rounds have any number of epochs, on any share of the devices
+_OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
+SERVER_COPIES = ("each", "one")
 _IGNORED = {
-    "frontend": frozenset(_ON_DEVICES),
-    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS}),
-    "whole": frozenset({"kappa", "augmentations", "replaced", "cuts"}),
+    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
+    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES}),
+    "whole": frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES}),
 }
+_MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,10 @@ class Plan:
     threshold: float = 1.0
     store_mb: int = 1024
     store_rounds: int = 0
+    prototype_strength: float = 1.0
+    prototype_shift: float = 2.0
+    prototype_renewal: float = 0.5
+    server_copies: str = "each"
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
@@ -144,6 +151,17 @@ class Plan:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+        self._check_prototypes()
+
+    def _check_prototypes(self) -> None:
+        for name in ("prototype_strength", "prototype_shift"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise _wrong(name, "0 or more", getattr(self, name))
+        if not 0 <= self.prototype_renewal <= 1:
+            raise _wrong("prototype_renewal", "a share from 0 to 1", self.prototype_renewal)
+        if self.server_copies not in SERVER_COPIES:
+            hint = suggest(self.server_copies, SERVER_COPIES)
+            raise _wrong("server_copies", f"one of {', '.join(SERVER_COPIES)}", self.server_copies, hint)
 
     def _check_training(self, training: TrainingPlan | None, devices: Collection[str]) -> None:
         """Whether the package holds what the strategy trains, and has the cuts."""
@@ -156,10 +174,15 @@ class Plan:
                 f"strategy {self.strategy} cannot train the package of this backend, which holds {held}",
                 f"export the model for {self.strategy}, or choose another --strategy",
             )
+        if self.strategy == "prototypes" and (training is None or training.prototypes is None):
+            raise ConfigError(
+                "strategy prototypes needs parts with a projection head, and the package of this backend has none",
+                "export the model with --for prototypes",
+            )
         default, own = parse_cuts(self.cuts)
         if needed != "parts" and self.cuts:
             raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        if self.quorum and self.strategy != "fed_avg":
+        if self.quorum and self.strategy not in ("fed_avg", "prototypes"):
             raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
         if self.fraction < 1 and self.strategy not in _IN_ROUNDS:
             raise _wrong("fraction", f"left out: {self.strategy} asks all devices", self.fraction)
@@ -182,7 +205,7 @@ class Plan:
     def differences(self, recorded: Mapping[str, Any], given: frozenset[str]) -> list[str]:
         """Where a recorded plan differs from this one, in fields that are not merely defaults here."""
         always = {"strategy", "backend_sha256", "package_digest"}
-        given = given - _IGNORED[HOLDS[self.strategy]]
+        given = given - (_IGNORED[HOLDS[self.strategy]] - _MEANT.get(self.strategy, frozenset()))
         return [
             f"{field.name} = {recorded.get(field.name)!r}, asked for {getattr(self, field.name)!r}"
             for field in fields(self)

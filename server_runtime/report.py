@@ -1,10 +1,11 @@
-"""Results as one self-contained HTML page: facts, tables with bars, notes. One schema for every command that reports.
+"""Results as one self-contained HTML page: facts, tables with bars, pictures, notes. One schema for all that report.
 
 What the results are, and where the page is written, is left to the callers.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 from dataclasses import dataclass
 
@@ -23,6 +24,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A PNG under a title, with lines below it."""
+
+    title: str
+    png: bytes
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Results:
     """One page. `facts` are (name, value) pairs shown first; `notes` are paragraphs shown last."""
 
@@ -30,6 +40,7 @@ class Results:
     facts: tuple[tuple[str, Cell], ...]
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 _STYLE = """
@@ -43,6 +54,7 @@ th:first-child, td:first-child { text-align: left; }
 .bar i { display: block; height: 100%; border-radius: inherit; background: var(--bar); }
 .scroll { overflow-x: auto; } .note, dt { opacity: .75; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; } dd { margin: 0; }
+figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 """
 
 
@@ -54,7 +66,17 @@ def to_html(results: Results) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}{notes}</html>\n"
+        f"<style>{_STYLE}</style><h1>{title}</h1><dl>{facts}</dl>{''.join(map(_table, results.tables))}"
+        f"{''.join(map(_figure, results.pictures))}{notes}</html>\n"
+    )
+
+
+def _figure(picture: Picture) -> str:
+    lines = "<br>".join(map(html.escape, picture.lines))
+    return (
+        f"<figure><h2>{html.escape(picture.title)}</h2>"
+        f'<img alt="{html.escape(picture.title)}" src="data:image/png;base64,{base64.b64encode(picture.png).decode()}">'
+        f"<figcaption>{lines}</figcaption></figure>"
     )
 
 

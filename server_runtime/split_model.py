@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from contract.errors import ExportError, PackageError
-from contract.training import OptimiserRule, TrainingCut, TrainingPlan
+from contract.training import PROJECTION, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
 from exporter.models._peft import add_peft
 from exporter.split import create
@@ -49,6 +49,8 @@ def load(folder: TrainingFolder, device: torch.device) -> Shipped:
         ExportError: timm cannot build the model, or no family knows it.
     """
     module = _create(folder)
+    if folder.training.prototypes is not None:
+        _add_projection(module, folder.training.prototypes.dimension, folder.training.cuts[0].output_shape)
     path = folder.root / "model.safetensors"
     try:
         module.load_state_dict(safetensors.torch.load_file(path))
@@ -81,12 +83,19 @@ def _create(folder: TrainingFolder) -> nn.Module:
     return module
 
 
+def _add_projection(module: nn.Module, dimension: int, shape: tuple[int, ...]) -> None:
+    """The devices' projection head, which the server averages and never runs."""
+    width = shape[0] if len(shape) == 3 else shape[-1]
+    for name, size in zip(PROJECTION, ((dimension, width), (dimension,)), strict=True):
+        module.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+
 def _check_names(module: nn.Module, cut: TrainingCut, root: Path) -> None:
     """A cut's tensors are those of the model's first layers; with the loss, also a head's weight and bias."""
     _, family = family_of(module)
     part = module if cut.loss != "none" else family.cut(module, cut.index)[0]
     known = {name for name, tensor in part.state_dict().items() if tensor.is_floating_point()}
-    odd = set(cut.tensors) ^ known
+    odd = (set(cut.tensors) - set(PROJECTION)) ^ (known - set(PROJECTION))
     is_head = sorted(name.rpartition(".")[2] for name in odd - known) == ["bias", "weight"] and not odd & known
     if odd and not (cut.loss != "none" and is_head):
         names = ", ".join(sorted(odd)[:3])

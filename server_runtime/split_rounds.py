@@ -18,7 +18,7 @@ import torch
 from contract.cut_gradient import WireGradient, write_gradient
 from contract.epoch_order import batch_edges
 from contract.errors import TrainingError
-from contract.messages import Activations, Gradient, PatchFeatures, Settled, Update, tensors_of
+from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
 from contract.training import TrainingCut
 
 from .aggregation import check_part, is_finite, is_usable, weighted_mean
@@ -33,6 +33,7 @@ LABEL_MODES = ("permuted-label", "raw-label", "logit-gradient", "client-head")
 LABELS_HERE = ("permuted-label", "raw-label")  # modes in which labels come with the activations
 VOID_STEPS = 20  # steps of an epoch without one usable gradient, after which training ends
 VOID_ROUNDS = 3  # rounds in a row without one usable part
+COUNT_BYTES = 4  # what the count beside a prototype is reckoned as
 EXPLODED = 1e4  # times the first epoch's loss
 _LEAST_LOSS = 1e-3  # a first loss below counts as this: nothing explodes from nearly nothing
 
@@ -128,6 +129,11 @@ class Rounds:
     def quarantine(self, device: str) -> None:
         """A device gave what is not finite: it is left out, and noted."""
         self.tally.quarantined = ",".join(filter(None, [self.tally.quarantined, device]))
+
+    @property
+    def steps(self) -> int:
+        """Number of the last question that moved parts."""
+        return self._step
 
     # -- questions
 
@@ -252,6 +258,8 @@ class Rounds:
                 self.tally.bytes_up += reply.gradient.nbytes
             elif isinstance(reply, PatchFeatures):
                 self.tally.bytes_up += sum(each.nbytes for each in tensors_of(reply).values())
+            elif isinstance(reply, Prototypes) and reply.values is not None:
+                self.tally.bytes_up += reply.values.nbytes + COUNT_BYTES * len(reply.counts)
 
     # -- one batch
 

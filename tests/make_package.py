@@ -35,6 +35,7 @@ TRAINING = {  # packages whose parts are trained on the devices
     "cnn": (*_CNN, "--for", "sequential_split", "--cuts", "2,4"),
     "smooth-cnn": (*_CNN, *_SMOOTH, "--for", "sequential_split", "--cuts", "2,4"),
     "vgg": (*_VGG, "--for", "sequential_split", "--cuts", "4,8"),
+    "prototypes": (*_CNN, *_SMOOTH, "--for", "prototypes", "--cuts", "4", "--projection", "8", "--augment", "flip"),
     "smooth-vgg": (*_VGG, *_SMOOTH, *_NO_MAXIMA, "--for", "sequential_split", "--cuts", "4,8"),
 }
 

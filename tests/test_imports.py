@@ -19,7 +19,7 @@ RULES: dict[str, tuple[set[str], set[str] | None]] = {
     "profiles": (set(), {"tomli", "tomllib"}),
     "edge_runtime": (
         {"contract", "profiles"},
-        {"numpy", "onnxruntime", "websockets", "psutil", "cryptography", "safetensors"},
+        {"numpy", "onnxruntime", "websockets", "psutil", "cryptography", "safetensors", "PIL"},
     ),
     "exporter": ({"contract", "profiles"}, None),
     "server_runtime": ({"contract", "profiles", "exporter.split", "exporter.models"}, None),

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from contract.image_folder import scan
 from contract.images import ImageRule
 from exporter.checkpoint import image_rule, load_weights, read_state
 from exporter.models import family_of
-from server_runtime.report import Results, Table, to_html, to_text
+from server_runtime.report import Picture, Results, Table, to_html, to_text
 from tools import demo_commands as commands
 from tools import demo_data, demo_model
 
@@ -41,6 +41,9 @@ PRETRAIN_STEPS = 700  # about a minute on two cores
 PRETRAIN_LIMIT_S = 120.0
 DEFAULT_KAPPA = 0.25
 STRONG_KAPPA = 1.0
+PREVIEW_STEPS, PREVIEW_MINUTES = 300, 2  # of each attacker's decoder: a demonstration, not an attacker's best
+PREVIEWED = 3  # private images
+LEAST_PUBLIC = 20  # images that an attacker is trained on at least
 STRATEGIES = ("split_adaptation", "linear_probe")
 
 
@@ -136,7 +139,9 @@ def run(story: Story) -> dict[str, Any]:
     ]
     with story.stage("linear probe in the clear"):
         clean = clean_accuracy(story, create(name, arguments), weights)
-    return summarise(story, rows, clean)
+    with story.stage("what an attacker gets"):
+        pictures = preview_pictures(story)
+    return summarise(story, rows, clean, pictures)
 
 
 def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -157,8 +162,35 @@ def export(story: Story, name: str, arguments: dict[str, object], weights: Path)
     commands.command(
         commands.BIN / "export-frontend", "--model", name, *model_args, "--weights", weights, "--int8",
         "--calibration", story.folders.public, "--signing-key", story.root / "keys" / "publisher.key",
-        "--seed", story.options.seed, "-o", story.root / "front",
+        "--seed", story.options.seed, "-o", story.root / "front", *preview_flags(story),
     )  # fmt: skip
+
+
+def preview_flags(story: Story) -> list[object]:
+    """Decoders for the owner's preview, where there are public images enough to train them on."""
+    if len(scan(story.folders.public, None).images) < LEAST_PUBLIC:
+        return []
+    return ["--preview", "--preview-steps", PREVIEW_STEPS, "--preview-minutes", PREVIEW_MINUTES]
+
+
+def preview_pictures(story: Story) -> tuple[Picture, ...]:
+    """Private images of the first device beside what an attacker gets of them, under either noise."""
+    if not preview_flags(story):
+        return ()
+    site, folder = commands.Site(story.root, story.folders.classes, DEFAULT_KAPPA), story.folders.test[0]
+    images = [next(iter(sorted(each.iterdir()))) for each in sorted(folder.iterdir())][:PREVIEWED]
+    pictures = []
+    for kappa in (DEFAULT_KAPPA, STRONG_KAPPA):
+        shown = commands.preview(site, demo_data.DEVICES[0], images, kappa)
+        for place, pair in enumerate(shown["pairs"]):
+            line = (
+                f"likeness {pair['ssim']:.2f} (SSIM), {pair['psnr_db']:.1f} dB: {pair['words']}, for this attacker; "
+                f"one flat colour {pair['flat_ssim']:.2f}, {pair['flat_psnr_db']:.1f} dB"
+            )
+            title = f"An image of the site, and what an attacker gets at kappa {shown['kappa']:g}"
+            lines = (line, *shown["remarks"]) if place + 1 == len(shown["pairs"]) else (line,)
+            pictures.append(Picture(title, Path(pair["picture"]).read_bytes(), lines))
+    return tuple(pictures)
 
 
 def adapt(story: Story, strategy: str, kappa: float) -> dict[str, Any]:
@@ -201,7 +233,7 @@ def rule_of(model: nn.Module) -> ImageRule:
     return image_rule(model, family_of(model)[1].facts(model).input_shape)
 
 
-def summarise(story: Story, rows: list[dict[str, Any]], clean: float) -> dict[str, Any]:
+def summarise(story: Story, rows: list[dict[str, Any]], clean: float, pictures: tuple[Picture, ...]) -> dict[str, Any]:
     """The document of the run; prints the table and writes the page."""
     uploads = rows[0].pop("uploads")
     for row in rows[1:]:
@@ -229,7 +261,7 @@ def summarise(story: Story, rows: list[dict[str, Any]], clean: float) -> dict[st
         "stages_s": story.stages_s,
         "report": str(story.root / "report.html"),
     }
-    page = results(document)
+    page = replace(results(document), pictures=pictures)
     (story.root / "report.html").write_text(to_html(page))
     if story.options.format == "table":
         print("\n\n".join(map(to_text, page.tables)))

@@ -9,7 +9,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,20 @@ def devices(site: Site, url: str, folders: tuple[Path, ...], *extra: str) -> lis
             raise DeviceError(f"{device} ended with exit code {process.returncode}: {said}", f"see {site.root}")
         reports.append(json.loads(output))
     return reports
+
+
+def preview(site: Site, device: str, images: Sequence[Path], kappa: float) -> dict[str, Any]:
+    """edge-run --preview on one device, offline; its document. Raises: DeviceError."""
+    words = [
+        BIN / "edge-run", "--engine", site.root / "front", "--state", site.root / "state" / device,
+        "--trust", site.root / "keys" / "devices" / device / "publisher.pub", "--kappa-floor", kappa, "--threads", 1,
+        "--format", "json", "-o", site.root / f"preview-{kappa:g}", "--preview", *images,
+    ]  # fmt: skip
+    done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise DeviceError(f"edge-run --preview ended with exit code {done.returncode}", "see the lines above")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def _start(site: Site, url: str, device: str, folder: Path, extra: tuple[str, ...]) -> subprocess.Popen[str]:

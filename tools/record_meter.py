@@ -62,11 +62,10 @@ ALLOWED: dict[str, str] = {
     "sys/class/hwmon/hwmon*/oc*_throt_en": NUMBER,
     f"{_CPU}/cpu*/thermal_throttle/*_throttle_count": NUMBER,
     **{f"{_CPU}/cpufreq/policy*/{name}": NUMBER for name in (
-        "scaling_cur_freq", "scaling_min_freq", "scaling_max_freq", "cpuinfo_max_freq",
+        "scaling_cur_freq", "scaling_min_freq", "scaling_max_freq", "cpuinfo_max_freq", "base_frequency",
     )},
     f"{_CPU}/cpufreq/policy*/scaling_governor": WORD,
-    "sys/class/devfreq/*gpu*/cur_freq": NUMBER,
-    "sys/class/devfreq/*gpu*/max_freq": NUMBER,
+    **{f"sys/class/devfreq/*gpu*/{name}": NUMBER for name in ("cur_freq", "min_freq", "max_freq", "target_freq")},
     "proc/stat": r"cpu\d*( +\d+)+",
     "proc/cpuinfo": r"(vendor_id|Model)\s*: [\w .,()+-]+",
     "proc/device-tree/model": r"[\w .,()+-]+\0?",

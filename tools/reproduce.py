@@ -59,6 +59,10 @@ def main() -> int:
         from tools import reproduce_eft
 
         return reproduce_eft.main(sys.argv[2:])
+    if sys.argv[1:2] == ["prototypes"]:
+        from tools import reproduce_prototypes
+
+        return reproduce_prototypes.main(sys.argv[2:])
     if sys.argv[1:2] == ["sa"] and "--paper" in sys.argv:
         from tools import reproduce_paper  # so has this
 
@@ -92,7 +96,7 @@ def reproduce(
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("study", choices=["sa"], help="sa: split adaptation (split: see split --help)")
+    parser.add_argument("study", choices=["sa"], help="sa: split adaptation (split, prototypes: see their --help)")
     parser.add_argument(
         "--quick", action="store_true", help="digits and a small model: minutes on two cores, no archives"
     )

@@ -21,6 +21,7 @@ from contract.messages import (
     Gradient,
     Message,
     PatchFeatures,
+    Prototypes,
     Settled,
     Update,
     Welcome,
@@ -91,7 +92,7 @@ class Answers:
             self.uploads[name] = self._join(device, messages)
             return self.uploads[name]
         (reply,) = messages
-        if not isinstance(reply, Gradient | Settled | Activations | Update | PatchFeatures):
+        if not isinstance(reply, Gradient | Settled | Activations | Update | PatchFeatures | Prototypes):
             raise TrainingError(f"{name} answered {ask.name} with {reply.TYPE}", "start with an empty device state")
         return reply
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contract.errors import DeviceError, RemoteProtocolError, TrainingError
-from contract.training import PARAMETERS_NAME, OptimiserRule, TrainingCut
+from contract.training import PARAMETERS_NAME, OptimiserRule, PrototypeRule, TrainingCut
 from edge_runtime.trainer import LOWER_RATE, NEW_RUN, Forward, StepFacts
+from exporter import prototypes
 from exporter.models import family_of
 from exporter.models._masked import masked_whole
 from exporter.training_package import set_modes
@@ -33,12 +34,16 @@ MOMENTS = {"sgd": {"momentum": "momentum_buffer"}, "adamw": {"first": "exp_avg",
 
 
 def open_torch_trainer(
-    folder: Path, cut: TrainingCut, rule: OptimiserRule, model: nn.Module, class_count: int | None, device: torch.device
-) -> TorchTrainer:
+    folder: Path, cut: TrainingCut, rule: OptimiserRule, model: nn.Module, class_count: int | None,
+    device: torch.device, projected: PrototypeRule | None = None,
+) -> TorchTrainer:  # fmt: skip
     """A trainer on a verified package's parameters; `model` is the whole one without a head, and is left as it is."""
     with safe_open(str(folder / PARAMETERS_NAME), framework="numpy") as file:
         tensors = {name: file.get_tensor(name) for name in cut.tensors}
-    return TorchTrainer(cut, rule, part_of(model, cut, class_count), tensors, device)
+    part = part_of(model, cut, class_count)
+    if projected is not None:
+        prototypes.attach(part, projected, prototypes.width_of(cut.output_shape))
+    return TorchTrainer(cut, rule, part, tensors, device, projected)
 
 
 def part_of(model: nn.Module, cut: TrainingCut, class_count: int | None) -> nn.Module:
@@ -59,10 +64,10 @@ class TorchTrainer:
 
     def __init__(
         self, cut: TrainingCut, rule: OptimiserRule, part: nn.Module, tensors: Mapping[str, NDArray[Any]],
-        device: torch.device,
+        device: torch.device, projected: PrototypeRule | None = None,
     ) -> None:  # fmt: skip
         """`part` becomes the trainer's own; `tensors` are copied into it."""
-        self.cut, self._rule, self._device = cut, rule, device
+        self.cut, self._rule, self._device, self._projected = cut, rule, device, projected
         self._part = part.float().to(device)
         live = {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
         self._tensors = {name: live[name] for name in cut.tensors}
@@ -79,9 +84,13 @@ class TorchTrainer:
         self._before = [each.clone() for each in self._statistics]
         self._after = [each.clone() for each in self._statistics]
         self._output: Tensor | None = None  # z, or the loss where it is the part's own
+        self._distance: Tensor | None = None  # (B,), of a part with a projection head
         self._has_gradients = False
 
-    def forward(self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None) -> Forward:
+    def forward(
+        self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None,
+        anchors: Floats | None = None,
+    ) -> Forward:  # fmt: skip
         """Images (B, 3, h, w) in train mode; `targets` (B, C) one-hot where the loss is the part's own.
 
         `keep` (B, K) patch positions where it takes them.
@@ -98,6 +107,12 @@ class TorchTrainer:
             if self._statistics:
                 torch._foreach_copy_(self._after, self._statistics)
                 torch._foreach_copy_(self._statistics, self._before)
+        if self._projected is not None:
+            assert anchors is not None
+            self._output, embedding = z
+            held = torch.from_numpy(anchors).to(self._device)
+            self._distance = prototypes.distance(embedding, held, self._projected.distance)
+            return Forward(_array(self._output), None, _array(embedding), _array(self._distance))
         if self.cut.loss == "none":
             self._output = z
             return Forward(_array(z), None)
@@ -117,15 +132,22 @@ class TorchTrainer:
         """z (n, *output_shape) as in training, of the patches in `keep`, without a batch being begun."""
         return _array(self._run(x, keep))
 
-    def backward(self, grad_z: Floats | None = None, only: Collection[str] | None = None) -> None:
-        """Gradients from d loss / d z (B, *output_shape), absent where the loss is the part's own; with `only`, of some
-        trainable tensors."""
+    def backward(
+        self, grad_z: Floats | None = None, pull: Floats | None = None, only: Collection[str] | None = None
+    ) -> None:
+        """Gradients from d loss / d z (B, *output_shape), absent where the loss is the part's own, and from
+        d loss / d distance (B,) of a part with a projection head; with `only`, of some trainable tensors."""
         if self._output is None:
             raise ValueError("backward without a forward")
         output, self._output = self._output, None
         seed = None if grad_z is None else torch.from_numpy(np.ascontiguousarray(grad_z)).to(self._device)
         inputs = None if only is None else [self._tensors[name] for name in self.cut.trainable if name in only]
-        torch.autograd.backward(output, seed, inputs=inputs)
+        if self._distance is None:
+            torch.autograd.backward(output, seed, inputs=inputs)
+        else:
+            assert pull is not None
+            apart, self._distance = self._distance, None
+            torch.autograd.backward([output, apart], [seed, torch.from_numpy(pull).to(self._device)], inputs=inputs)
         self._has_gradients = True
 
     def step(self, learning_rate: float) -> StepFacts:
@@ -151,7 +173,7 @@ class TorchTrainer:
 
     def discard(self) -> None:
         """Drop a batch that was begun."""
-        self._output, self._has_gradients = None, False
+        self._output, self._distance, self._has_gradients = None, None, False
         self._optimiser.zero_grad(set_to_none=True)
 
     @torch.no_grad()
@@ -159,9 +181,14 @@ class TorchTrainer:
         """z (n, *output_shape) of images (n, 3, h, w) in evaluation mode."""
         self._part.eval()
         pieces = torch.from_numpy(x).split(EVALUATED_AT_ONCE)
-        found = [_array(self._part(piece.to(self._device))) for piece in pieces if len(piece)]
+        found = [_array(self._evaluated(piece)) for piece in pieces if len(piece)]
         set_modes(self._part, self.cut.trainable)
         return np.concatenate(found) if found else np.empty((0, *self.cut.evaluated_shape), np.float32)
+
+    def _evaluated(self, images: Tensor) -> Tensor:
+        out = self._part(images.to(self._device))
+        z: Tensor = out if self._projected is None else out[0]
+        return z
 
     def parameters(self) -> dict[str, Floats]:
         """Trainable tensors and buffers, copied off the device."""

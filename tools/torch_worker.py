@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from contract.console import say
 from contract.errors import EngineError
+from contract.images import ImageRule
 from contract.keyed_noise import class_list_hash
 from contract.signature import PublicKey
 from contract.training import TrainingCut
@@ -318,6 +319,18 @@ def engine_labels(devices: Sequence[Device]) -> str:
 # -- a device that trains its part of the model
 
 
+class ReadImages:
+    """A device's images and the pictures of them that were decoded."""
+
+    def __init__(self, dataset: Dataset, image: ImageRule) -> None:
+        self.dataset = dataset
+
+        def picture(sample: Sample) -> NDArray[np.uint8]:
+            return read_picture(sample, image)
+
+        self.cache = PictureCache(picture)
+
+
 @dataclass(frozen=True)
 class PartDevice:
     """One device's real worker, and what a driver needs beside it."""
@@ -331,6 +344,7 @@ class PartDevice:
     installed: Installed
     secret: bytes
     head_of: Callable[[str], Head | None]  # its own head of a run
+    read: ReadImages
 
 
 class MemoryStore(PartStore):
@@ -365,10 +379,11 @@ class MemoryStore(PartStore):
 
 
 def make_part_device(
-    config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None
-) -> PartDevice:
+    config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None,
+    read: ReadImages | None = None,
+) -> PartDevice:  # fmt: skip
     """As edge_runtime.equip_parts does it, but with a trainer and a store of the caller's choice and no meter. What is
-    installed may be shared by devices.
+    installed may be shared by devices, and so may images that were `read` under the same secrets.
 
     Raises: CutlayerError of the part that is not ready.
     """
@@ -379,17 +394,15 @@ def make_part_device(
     stop = threading.Event()
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
-    dataset = find_images(config, "adapt", state, installed, secret, stop, say)
+    if read is None:
+        read = ReadImages(find_images(config, "adapt", state, installed, secret, stop, say), image)
+    dataset = read.dataset
     hashed, count = class_list_hash(site_secret, dataset.classes), len(dataset.classes)
     terms = device_terms(config, installed.manifest, installed.digest, count, hashed, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
-
-    def picture(sample: Sample) -> NDArray[np.uint8]:
-        return read_picture(sample, image)
-
     head = PartHead(count, secret, plan.optimiser) if terms.label_mode == "client-head" else None
     rules = PartRules(plan, terms.label_mode, wire_labels)
-    images = TrainingSet(dataset.samples, count, image, plan.augment, PictureCache(picture), secret)
+    images = TrainingSet(dataset.samples, count, image, plan.augment, read.cache, secret)
     opened, kept = cast(Callable[[TrainingCut], Trainer], open_part), store or MemoryStore()
     if plan.strategy in ROUND_ASKS:
         shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
@@ -398,7 +411,7 @@ def make_part_device(
         keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None)
     return PartDevice(
         config.name, _part_worker(keeper, dataset, installed), keeper, dataset, terms, wire_labels, installed, secret,
-        lambda run: None if head is None else head.as_head(),
+        lambda run: None if head is None else head.as_head(), read,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from contract.errors import EngineError
+from contract.scratch import scratch_folder
 from edge_runtime.cpus import has_vnni
 from edge_runtime.engines._streams import PATCHES, Streams, patches_of, trial_feed
 from edge_runtime.int8_check import Kernels, of_onnxruntime
@@ -41,10 +41,10 @@ def open_model(model: Path | bytes, threads: int) -> OnnxRuntimeEngine:
 
     Raises: EngineError with the runtime's own text.
     """
-    with tempfile.TemporaryDirectory(prefix="cutlayer-profile-") as folder:
+    with scratch_folder("cutlayer-profile-") as folder:
         options = session_options()
         options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "run")
+        options.profile_file_prefix = str(folder / "run")
         try:
             session = onnxruntime.InferenceSession(
                 model if isinstance(model, bytes) else str(model), options, providers=["CPUExecutionProvider"]

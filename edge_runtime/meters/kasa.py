@@ -81,7 +81,7 @@ def read_plug(address: str, account: Path | None) -> Plug:
     """
     found = _ADDRESS.fullmatch(address)
     port, outlet = (None if found is None or found[name] is None else int(found[name]) for name in ("port", "outlet"))
-    if found is None or (port is not None and not 1 <= port <= 65535):
+    if found is None or (port is not None and not 1 <= port <= 65535) or outlet == 0:
         raise ConfigError(f"plug should be HOST[:PORT][/OUTLET], found {address!r}", "correct --plug")
     return Plug(found["host"], port, outlet, None if account is None else read_account(account))
 

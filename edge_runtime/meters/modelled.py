@@ -85,7 +85,7 @@ def read_model(text: str | None) -> PowerModel | None:
         return None
     try:
         idle_w, busy_w = map(float, text.split(":"))
-        if not 0.0 <= idle_w <= busy_w <= POWER_MOST_W:
+        if not 0.0 <= idle_w <= busy_w <= POWER_MOST_W or busy_w == 0.0:
             raise ValueError(text)
     except ValueError as error:
         raise ConfigError(

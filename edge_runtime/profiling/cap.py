@@ -92,7 +92,7 @@ def hold(candidate: Candidate, plan: CapPlan, bench: Bench, powers: Callable[[fl
     throttled: tuple[str, ...] = ()
     images, found_c = 0, None
     while outcome == "held" and bench.clock() - began_s < plan.hold_s:
-        images += run_block(phase, plan.block_s, bench.clock).images
+        images += run_block(phase, plan.block_s, bench).images
         bench.advance(plan.block_s)
         throttled, found_c = slowed(), bench.temperature_c()
         if throttled:

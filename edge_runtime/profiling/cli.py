@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import os
 import re
 import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import profiles
 from contract.canonical import encode
 from contract.config import REQUIRED, find_file, resolve
-from contract.console import ArgumentParser, print_document, run_command, say
-from contract.errors import ConfigError, UsageError
+from contract.console import ArgumentParser, run_command, say
+from contract.errors import ConfigError, CutlayerError, UsageError
+from contract.output import check_output_file
+from contract.scratch import scratch_folder
 from contract.signature import key_id, load_public
-from edge_runtime.cli import check_output
 from edge_runtime.config import FIELDS, FILES, SECTION, DeviceConfig, device_config, require_range, resolve_config
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.meters import Meter, PowerModel, open_plug, probe, read_model
@@ -33,13 +31,11 @@ from edge_runtime.profiling import cap as caps
 from edge_runtime.profiling.cap import CapPlan
 from edge_runtime.profiling.frontends import DRAWN, Images, Verified, frontends, verify
 from edge_runtime.profiling.measuring import Candidate, Plan
-from edge_runtime.profiling.page import to_html
+from edge_runtime.profiling.output import draw, keep, publish
 from edge_runtime.profiling.parts import parts
-from edge_runtime.profiling.plot import SUFFIXES, to_picture
 from edge_runtime.profiling.rows import BLOCKS_LEAST
 from edge_runtime.profiling.session import Place, find_cap, measure_all
-from edge_runtime.profiling.table import KIND, Table, merge, read_table, to_document, to_text
-from edge_runtime.state import write_durably
+from edge_runtime.profiling.table import KIND, Work, merge, read_table, to_document, to_text
 from edge_runtime.threads import workers_left
 from profiles import Profile, ProfileError
 from profiles.detect import detect
@@ -47,6 +43,7 @@ from profiles.detect import detect
 SLOW_SENSOR_S = 1.0  # of window and doubt; a smart plug's or a battery's are more
 BLOCK_S, SLOW_BLOCK_S = 10.0, 30.0  # devices.md 2.2: under 1 % error
 BATCH = 32
+DRAWN_MOST = 4096  # pictures
 
 
 def parser() -> ArgumentParser:
@@ -70,7 +67,7 @@ def parser() -> ArgumentParser:
     add("--cool-down-s", type=float, default=60.0, metavar="S", help="at most, between two splits (default: 60)")
     add("--seed", type=int, metavar="N", help="of the order of the splits; default: drawn, and printed")
     add("--images", default=str(DRAWN), metavar="N|DIR", help=f"so many drawn pictures, or a folder's ({DRAWN})")
-    add("--threads", metavar="N", help="threads of the engine; default: as many CPUs as this program may use")
+    add("--threads", metavar="N", help="threads of the engine; 0, the default: as many CPUs as this program may use")
     add("--train", action="store_true", help="measure steps of training of a package's parts")
     add("--batch", type=int, default=BATCH, metavar="N", help=f"images of a training step (default: {BATCH})")
     add("--find-cap", action="store_true", help="hold ever deeper splits until the device slows down or gets too hot")
@@ -92,7 +89,9 @@ def parser() -> ArgumentParser:
 
 def edge_profile(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
     """The command behind its command line. Raises: CutlayerError."""
-    check_output(arguments.output)
+    refuse_idle_flags(arguments)
+    if arguments.output is not None:
+        check_output_file(arguments.output, may_be_pipe=True)  # measuring may take hours
     if arguments.plot:
         draw(merge([read_table(path) for path in arguments.plot]), arguments.output)
         return 0
@@ -101,32 +100,51 @@ def edge_profile(arguments: argparse.Namespace, environ: Mapping[str, str], dire
     config = None if arguments.server is None else run_config(arguments, environ, directory)
     profile, environment = find_profile(arguments.profile, arguments.root), read_labels(arguments.label or [])
     plug, model = open_plug(settings.plug, settings.plug_account), power_model(settings.power_model, profile)
+    is_json = arguments.format == "json"
     place = Place(profile, environment, arguments.root, probe(arguments.root, plug, model))
     seed = secrets.randbelow(1 << 31) if arguments.seed is None else arguments.seed
     key = load_public(settings.trust)
-    with TemporaryDirectory(prefix="cutlayer-edge-profile-") as workplace:
-        packages = verify(settings.engines, {key_id(key): key}, Path(workplace), settings.threads, say)
+    with scratch_folder("cutlayer-edge-profile-") as workplace:
+        packages = verify(settings.engines, {key_id(key): key}, workplace, settings.threads, say)
         candidates = find_work(packages, arguments, settings.threads, seed)
         if arguments.find_cap:
             cap = find_cap(candidates, plan_cap(arguments, profile), place)
-            publish(arguments, caps.KIND, encode(cap), caps.to_text(cap))
+            publish(arguments.output, is_json, caps.KIND, encode(cap), caps.to_text(cap))
             return 0
         plan = plan_of(arguments, place.found.meter, seed)
-
-        def keep(table: Table) -> None:
-            if arguments.output is not None:
-                write_durably(arguments.output.resolve(), as_json(KIND, to_document(table)), mode=0o644)
-
-        table = measure_all(candidates, plan, "training" if arguments.train else "frontend", place, keep)
+        work: Work = "training" if arguments.train else "frontend"
+        table = measure_all(candidates, plan, work, place, lambda grown: keep(grown, arguments.output))
     if config is not None:
         from edge_runtime.profiling.server import join, with_away  # it loads the whole client
 
         say(f"joining a run of {config.server}")
         watts = None if model is None else f"{model.idle_w}:{model.busy_w}"
-        joined = asyncio.run(join(replace(config, power_model=watts), say))
+        try:
+            joined = asyncio.run(join(replace(config, power_model=watts), say))
+        except CutlayerError:  # what was measured before is not lost
+            publish(arguments.output, is_json, KIND, to_document(table), to_text(table))
+            raise
         table = replace(table, rows=tuple(with_away(row, joined) for row in table.rows))
-    publish(arguments, KIND, to_document(table), to_text(table))
+    publish(arguments.output, is_json, KIND, to_document(table), to_text(table))
     return 0
+
+
+def refuse_idle_flags(arguments: argparse.Namespace) -> None:
+    """A flag that would change nothing was meant to. Raises: UsageError."""
+    usual = vars(parser().parse_args([]))
+    given = [name for name, value in vars(arguments).items() if value != usual[name]]
+    run = {field.name for field in FIELDS} - {"engine", "trust", "threads", "plug", "plug_account", "power_model"}
+    for is_idle, names, why in (
+        (bool(arguments.plot), {*usual} - {"plot", "output"}, "has no part in --plot, which draws what was measured"),
+        (not arguments.find_cap, {"hold_s", "limit_c"}, "is of --find-cap alone"),
+        (arguments.find_cap, {"blocks", "baseline_s", "warm_up_s"}, "has no part in --find-cap, which holds splits"),
+        (not arguments.train, {"batch"}, "is of --train alone"),
+        (arguments.train, {"images"}, "has no part in --train, whose images are drawn"),
+        (arguments.server is None, run, "is of a run that is joined with --train --server"),
+    ):
+        idle = [name for name in given if name in names]
+        if is_idle and idle:
+            raise UsageError(f"--{idle[0].replace('_', '-')} {why}", "leave it out, or correct the command")
 
 
 def check_numbers(arguments: argparse.Namespace) -> None:
@@ -135,6 +153,7 @@ def check_numbers(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--root should be a folder, {str(arguments.root)!r} is none", "correct --root")
     require_range("blocks", arguments.blocks, BLOCKS_LEAST, 1000)
     require_range("batch", arguments.batch, 1, 4096)
+    require_range("seed", arguments.seed, 0, 2**63 - 1)
     for name, lowest in (("block_s", 0.01), ("baseline_s", 0.01), ("warm_up_s", 0.01), ("cool_down_s", 0.0)):
         require_range(name, getattr(arguments, name), lowest, 86400.0)
     require_range("hold_s", arguments.hold_s, 0.01, 86400.0)
@@ -223,10 +242,10 @@ def read_labels(texts: Sequence[str]) -> dict[str, str]:
 
 def read_images(text: str) -> Images:
     """A number, or a folder. Raises: UsageError."""
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= 4096:
+    if re.fullmatch(r"[1-9][0-9]{0,3}", text) and int(text) <= DRAWN_MOST:
         return Images(None, int(text))
-    if not Path(text).is_dir():
-        raise UsageError(f"--images should be a number from 1 to 4096 or a folder, found {text!r}", "correct it")
+    if not os.path.isdir(text):  # a text that is too long for a name is no folder either
+        raise UsageError(f"--images should be 1 to {DRAWN_MOST} or a folder, found {text!r}", "correct --images")
     return Images(Path(text))
 
 
@@ -255,37 +274,6 @@ def plan_cap(arguments: argparse.Namespace, profile: Profile | None) -> CapPlan:
         limit_c = profile.ceilings.temperature_c
     block_s = min(BLOCK_S if arguments.block_s is None else arguments.block_s, arguments.hold_s)
     return CapPlan(block_s, arguments.hold_s, arguments.cool_down_s, limit_c)
-
-
-def as_json(kind: str, fields: Mapping[str, object]) -> bytes:
-    """The one document, as bytes."""
-    text = io.StringIO()
-    with redirect_stdout(text):
-        print_document(kind, fields)
-    return text.getvalue().encode()
-
-
-def publish(arguments: argparse.Namespace, kind: str, fields: dict[str, object], text: str) -> None:
-    """The document into its file, and the answer on stdout."""
-    if arguments.output is not None:
-        write_durably(arguments.output.resolve(), as_json(kind, fields), mode=0o644)
-    if arguments.format == "json":
-        print_document(kind, fields)
-    else:
-        print(text, end="")
-
-
-def draw(table: Table, output: Path | None) -> None:
-    """A page of HTML or a picture, as the output's name says. Raises: UsageError."""
-    form = "" if output is None else output.suffix.removeprefix(".").lower()
-    if output is None or form not in ("html", *SUFFIXES):
-        raise UsageError(
-            f"-o should name a file in .html, {', '.join('.' + each for each in SUFFIXES)} to draw into, "
-            f"found {'none' if output is None else output.name!r}",
-            "give -o plot.html or -o plot.png",
-        )
-    data = to_html(table).encode() if form == "html" else to_picture(table, form)
-    write_durably(output.resolve(), data, mode=0o644)
 
 
 def _leave(number: int, frame: object) -> None:

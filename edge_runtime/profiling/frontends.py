@@ -19,7 +19,6 @@ from contract.errors import PackageError, UsageError
 from contract.images import normalise
 from contract.manifest import Cut
 from contract.signature import PublicKey
-from contract.tokens import sent_layout
 from edge_runtime.data import Sample, load_dataset
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install
@@ -82,7 +81,7 @@ def verify(
 
 
 def frontends(packages: Sequence[Verified], images: Images, threads: int, seed: int) -> list[Candidate]:
-    """A candidate for each cut of each package. Raises: PackageError for a package of parts."""
+    """A candidate for each cut of each package. Raises: PackageError for a package of parts; DataError."""
     candidates = []
     for package in packages:
         if package.engine is None:
@@ -90,18 +89,21 @@ def frontends(packages: Sequence[Verified], images: Images, threads: int, seed: 
                 f"{package.choice.folder} holds parts to be trained and no frontend",
                 "give --train, or a package that was exported without --for",
             )
-        for cut in package.installed.manifest.cuts:
-            candidates.append(_candidate(package, package.engine, cut, images, threads, seed))
+        manifest = package.installed.manifest
+        samples = None if images.folder is None else folder_samples(images.folder, manifest.image.max_pixels)
+        for cut in manifest.cuts:
+            candidates.append(_candidate(package, package.engine, cut, samples or images.drawn, threads, seed))
     return candidates
 
 
-def _candidate(package: Verified, engine: str, cut: Cut, images: Images, threads: int, seed: int) -> Candidate:
+Shown = int | tuple[Sample, ...]  # so many drawn pictures, or a folder's
+
+
+def _candidate(package: Verified, engine: str, cut: Cut, shown: Shown, threads: int, seed: int) -> Candidate:
     installed, manifest = package.installed, package.installed.manifest
-    sent = sent_layout(cut.tokens, cut.sent.kept)
-    sources_bytes = 2 * sent.patches if manifest.retrieves_patches else 0
     point = Point(
         manifest.model, manifest.name, installed.digest.hex(), cut.index, cut.depth, manifest.quantization.scheme,
-        engine, threads, threads, sent.count * sent.dim + sources_bytes, 0,
+        engine, threads, threads, manifest.sent_bytes(cut), 0,
     )  # fmt: skip
 
     def open_phases() -> Sequence[Phase]:
@@ -109,7 +111,7 @@ def _candidate(package: Verified, engine: str, cut: Cut, images: Images, threads
         frontend = Frontend(opened, manifest.image, cut.tokens)
         kind, kappa = noise_kind(manifest.transforms.alpha, None), manifest.transforms.kappa
         noise = FeatureNoise(cut, NoiseKeying(SECRET, installed.digest, cut.index, kind, kappa))
-        steps = _steps(frontend, images, seed)
+        steps = _steps(frontend, shown, seed)
 
         def run() -> int:
             tokens, digests = next(steps)
@@ -125,17 +127,17 @@ def _candidate(package: Verified, engine: str, cut: Cut, images: Images, threads
 Step = tuple[NDArray[np.float16], Sequence[bytes]]  # tokens (B, T, d), and what keys the noise of each image
 
 
-def _steps(frontend: Frontend, images: Images, seed: int) -> Iterator[Step]:
+def _steps(frontend: Frontend, shown: Shown, seed: int) -> Iterator[Step]:
     """As many images at once as the engine runs side by side, for ever."""
     at_once = frontend.engine.threads
-    if images.folder is None:
-        pictures = drawn_pictures(images.drawn, frontend.image.height, frontend.image.width, seed)
-        rounds = cycle(range(images.drawn))
+    if isinstance(shown, int):
+        pictures = drawn_pictures(shown, frontend.image.height, frontend.image.width, seed)
+        rounds = cycle(range(shown))
         while True:
             rows = list(islice(rounds, at_once))
             tokens = frontend.engine.run(normalise(pictures[rows], frontend.image)).astype(np.float16)
             yield tokens, [row.to_bytes(32, "big") for row in rows]
-    samples: Iterator[Sample] = cycle(folder_samples(images.folder, frontend.image.max_pixels))
+    samples = cycle(shown)
     while True:
         batch = list(islice(samples, at_once))
         yield frontend.tokens(batch), [sample.pixel_digest for sample in batch]

@@ -82,6 +82,7 @@ class Bench:
     temperature_c: Callable[[], float | None]  # the hottest zone; None: unknown
     watch: Callable[[], Callable[[], tuple[str, ...]]]  # begins a watch, whose end names what slowed the device down
     advance: Callable[[float], object]  # so many seconds of the plan are over
+    look: Callable[[], object]  # called after each repetition: time to see whether the device slows down
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def measure(candidate: Candidate, plan: Plan, bench: Bench) -> Measured:
     for _ in range(plan.blocks):
         blocks = []
         for phase in phases:
-            blocks.append(run_block(phase, plan.block_s, bench.clock))
+            blocks.append(run_block(phase, plan.block_s, bench))
             bench.advance(plan.block_s)
         rounds.append(tuple(blocks))
     throttled, end_c = slowed(), bench.temperature_c()
@@ -134,12 +135,13 @@ def measure(candidate: Candidate, plan: Plan, bench: Bench) -> Measured:
     return Measured(before_s, after_s, tuple(rounds), warm_up_s, is_steady, (start_c, end_c), throttled)
 
 
-def run_block(phase: Phase, seconds: float, clock: Callable[[], float]) -> Block:
+def run_block(phase: Phase, seconds: float, bench: Bench) -> Block:
     """Repeat a phase until the time is over, once at least."""
-    marks_s, images = [clock()], 0
+    marks_s, images = [bench.clock()], 0
     while len(marks_s) == 1 or marks_s[-1] - marks_s[0] < seconds:
         images += phase.run()
-        marks_s.append(clock())
+        marks_s.append(bench.clock())
+        bench.look()
     return Block(tuple(marks_s), images)
 
 
@@ -167,7 +169,7 @@ def _warm_up(phase: Phase, plan: Plan, bench: Bench) -> tuple[float, bool]:
     began_s, times_s = bench.clock(), [0.0] * 0
     is_steady = False
     while not is_steady and bench.clock() - began_s < plan.warm_up_s:
-        times_s.append(run_block(phase, plan.warm_up_s / WARM_BLOCKS_MOST, bench.clock).seconds_per_image)
+        times_s.append(run_block(phase, plan.warm_up_s / WARM_BLOCKS_MOST, bench).seconds_per_image)
         last = times_s[-STEADY_BLOCKS:]
         is_steady = len(last) == STEADY_BLOCKS and max(last) <= min(last) * (1.0 + STEADY_WITHIN)
     bench.advance(plan.warm_up_s / 2)

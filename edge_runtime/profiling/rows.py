@@ -18,6 +18,7 @@ from edge_runtime.profiling.measuring import Block, Measured, Point
 
 BLOCKS_LEAST = 5  # below, an interval says nothing
 IDLE_DRIFT = 0.05  # between the baselines before and after; more is thermal drift
+AWAY_PARTS = ("upload", "wait", "download")
 QUANTILES = 20  # steps of the distribution of power
 
 # Student's t at 97.5 % for 1 to 30 degrees of freedom; beyond, the last one, which is a little too wide.
@@ -72,10 +73,21 @@ class Energy:
 
 
 @dataclass(frozen=True)
-class Away:
-    """Of one image in a real run: from a batch's answer to the next ask, which is upload, server and download together.
+class AwayPart:
+    """A part of the time away, per image. `energy_j` is all that the device took in it; None: unknown."""
 
-    `energy_j` is all that the device took in that time; None when unknown, and then `reason` says why.
+    name: str  # one of `AWAY_PARTS`
+    seconds: float
+    energy_j: float | None
+    bound_j: float | None
+
+
+@dataclass(frozen=True)
+class Away:
+    """Of one image in a real run: from a batch's answer to the next ask, in whole and in its three parts.
+
+    Upload ends when the server has the answer, download begins with the first byte of the ask. `energy_j` is all that
+    the device took in the whole time; None when unknown, and then `reason` says why.
     """
 
     run: str
@@ -84,6 +96,7 @@ class Away:
     energy_j: float | None
     bound_j: float | None
     reason: str | None
+    parts: tuple[AwayPart, ...]
 
 
 @dataclass(frozen=True)

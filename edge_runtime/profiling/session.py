@@ -17,7 +17,7 @@ from edge_runtime.meters import Powers, PowerTrace, Probe, recording
 from edge_runtime.profiling.cap import Cap, CapPlan, Held, Where, conclude, hold_splits
 from edge_runtime.profiling.measuring import Bench, Candidate, Plan, cool_down, in_drawn_order, measure
 from edge_runtime.profiling.rows import Link, Row, make_row
-from edge_runtime.profiling.table import MeterFacts, Table, Work
+from edge_runtime.profiling.table import MeterFacts, Table, Work, in_points
 from edge_runtime.throttle import SlowdownWatch, snapshot
 from profiles import Profile
 
@@ -65,7 +65,7 @@ def measure_all(
     name = None if place.profile is None else place.profile.name
     table = Table(work, name, status, place.environment, str(place.root), place.meter_facts, plan, len(candidates), ())
     seconds = plan.seconds(len(candidates), len(candidates[0].phase_names))
-    say(f"{len(candidates)} split points in an order drawn from seed {plan.seed}, about {in_minutes(seconds)}")
+    say(f"{in_points(len(candidates))} in an order drawn from seed {plan.seed}, about {in_minutes(seconds)}")
     began_s = time.monotonic()
     with progress_bar(seconds, "profiling") as advance:
         bench = bench_of(place, advance)
@@ -86,7 +86,7 @@ def measure_all(
 def find_cap(candidates: Sequence[Candidate], plan: CapPlan, place: Place) -> Cap:
     """Hold ever deeper splits. Raises: UsageError where nothing would tell that the device cannot take them."""
     seconds = len(candidates) * plan.hold_s
-    say(f"{len(candidates)} split points from the shallowest on, at most {in_minutes(seconds)} and the cooling down")
+    say(f"{in_points(len(candidates))} from the shallowest on, at most {in_minutes(seconds)} and the cooling down")
     with progress_bar(seconds, "holding") as advance, recorded(place) as trace:
         bench = bench_of(place, advance)
         refuse_blindness(place, plan, bench)
@@ -118,12 +118,11 @@ def bench_of(place: Place, advance: Callable[[float], object]) -> Bench:
         now = watching[0]
         return lambda: tuple(f"{flag.name}: {flag.words}" for flag in now.flags())
 
-    def look(seconds: float) -> None:
-        advance(seconds)
+    def look() -> None:
         for each in watching:
             each.look()
 
-    return Bench(time.monotonic, time.sleep, lambda: snapshot(place.root).hottest_c, watch, look)
+    return Bench(time.monotonic, time.sleep, lambda: snapshot(place.root).hottest_c, watch, advance, look)
 
 
 @contextmanager

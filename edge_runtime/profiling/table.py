@@ -14,7 +14,7 @@ from typing import Literal
 from contract.canonical import CanonicalError, decode_document, encode
 from contract.errors import ConfigError, UsageError
 from edge_runtime.profiling.measuring import Plan
-from edge_runtime.profiling.rows import Estimate, Row
+from edge_runtime.profiling.rows import AWAY_PARTS, Estimate, Row
 
 KIND = "edge-profile"
 TABLE_BYTES_MAX = 16 << 20
@@ -92,6 +92,11 @@ def name_of(row: Row) -> str:
     return f"{row.point.split} {'int8' if row.point.precision == 'w8a8' else row.point.precision}"
 
 
+def in_points(count: int) -> str:
+    """So many split points, for a person."""
+    return f"{count} split point{'' if count == 1 else 's'}"
+
+
 def to_text(table: Table) -> str:
     """For a person on a terminal."""
     lines = grid(table)
@@ -104,7 +109,7 @@ def grid(table: Table) -> list[list[str]]:
     """Heads and rows of cells; unknown figures are `?`, and `remarks` say why."""
     training = table.work == "training"
     phases = [f"{phase.name} ms" for phase in table.rows[0].phases] if training and table.rows else []
-    phases += ["away ms"] if training else []
+    phases += [*(f"{name} ms" for name in AWAY_PARTS), "upload mJ", "download mJ"] if training else []
     head = [
         "split", "precision", "ms/image", *phases, "bytes/image", "mJ/image", "bound", "compute", "idle", "comm.",
         "total", "mean W", "peak W", "coverage",
@@ -135,7 +140,7 @@ def remarks(table: Table) -> list[str]:
     """Why figures are unknown, and what else is to be known of them; each once."""
     said: dict[str, list[str]] = {}
     if len(table.rows) < table.planned:
-        said[f"stopped after {len(table.rows)} of {table.planned} split points"] = [""] * len(table.rows)
+        said[f"stopped after {len(table.rows)} of {in_points(table.planned)}"] = [""] * len(table.rows)
     for row in ordered(table):
         texts = [
             *([f"energy unknown: {row.energy_reason}"] if row.energy_reason and row.energy is None else []),
@@ -160,10 +165,18 @@ def _away_remarks(row: Row) -> list[str]:
     return [f"energy while away{' unknown' if row.away.energy_j is None else ''}: {row.away.reason}"]
 
 
+def _away_cells(row: Row) -> list[str]:
+    """Times of its parts, and the joules of those that use the link."""
+    parts = {} if row.away is None else {part.name: part for part in row.away.parts}
+    times = [_figure(1e3 * parts[name].seconds) if name in parts else "?" for name in AWAY_PARTS]
+    joules = [parts[name].energy_j if name in parts else None for name in ("upload", "download")]
+    return [*times, *(_figure(None if each is None else 1e3 * each) for each in joules)]
+
+
 def _cells(row: Row, training: bool) -> list[str]:
     energy, power = row.energy, None if row.energy is None else row.energy.power
     phases = [_interval(phase.seconds, 1e3) for phase in row.phases] if training else []
-    phases += [_figure(None if row.away is None else row.away.seconds * 1e3)] if training else []
+    phases += _away_cells(row) if training else []
     return [
         f"{row.point.split}/{row.point.depth}",
         row.point.precision,

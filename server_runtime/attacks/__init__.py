@@ -28,13 +28,22 @@ def _ignore(steps: int) -> None:
     """Progress that nobody watches."""
 
 
+def _never() -> bool:
+    """Time that does not run out."""
+    return False
+
+
 @dataclass(frozen=True)
 class Effort:
-    """How hard an attack tries: `steps` of optimisation (None: the attack's own default), told one by one."""
+    """How hard an attack tries: `steps` of optimisation (None: the attack's own default), told one by one.
+
+    `time_is_over` is asked between the steps of a trained decoder, which then ends with the best it has.
+    """
 
     steps: int | None = None
     seed: int = 0
     on_steps: Callable[[int], object] = _ignore
+    time_is_over: Callable[[], bool] = _never
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +92,8 @@ def _fold(grid: tuple[int, int]) -> int:
 
 
 class InverseNet:
-    """The attack. `checks_db` is its PSNR on other public images before training and at every check."""
+    """The attack. Once it is trained, `ridge` is what it began from, `checks_db` its PSNR on other public images before
+    training and at every check, `steps` those that were taken."""
 
     def __init__(self, effort: Effort, size: Size | None = None) -> None:
         self._effort, self._size = effort, size or Size()
@@ -98,9 +101,9 @@ class InverseNet:
         self.checks_db: list[float] = []
 
     def fit(self, known: Known) -> None:
-        self._ridge = RidgeAttack(self._effort)
-        self._ridge.fit(known)
-        self.held_ridge_db = self._ridge.held_psnr_db
+        self.ridge = RidgeAttack(self._effort)
+        self.ridge.fit(known)
+        self.held_ridge_db = self.ridge.held_psnr_db
         self._release, device = known.release, known.learn.images.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._effort.seed)
@@ -111,6 +114,10 @@ class InverseNet:
 
     def reconstruct(self, seen: Seen) -> Tensor:
         return self._decode_all(seen.uploads[-1].received)
+
+    def as_module(self) -> nn.Module:
+        """What was learnt, as one module: wire codes (B, S, d) int8 -> images (B, 3, h, w); for laws with codes."""
+        return _Reader(self._release, self._net, partial(self._decode, exact=True))
 
     def _standardise(self, known: Known, generator: torch.Generator) -> None:
         tokens = known.learn.tokens[0]
@@ -141,10 +148,14 @@ class InverseNet:
             nn.utils.clip_grad_norm_(self._net.parameters(), 1.0)
             optimiser.step()
             self._effort.on_steps(1)
-            if (step + 1) % max(1, self.steps // size.checks) == 0 or step + 1 == self.steps:
+            is_last = step + 1 == self.steps or self._effort.time_is_over()
+            if is_last or (step + 1) % max(1, self.steps // size.checks) == 0:
                 found_db = self._check(held)
                 if found_db > best_db:
                     best, best_db = copy.deepcopy(self._net.state_dict()), found_db
+            if is_last:
+                self.steps = step + 1
+                break
         self._net.load_state_dict(best)
 
     def _check(self, held: list[tuple[Tensor, Tensor]]) -> float:
@@ -152,17 +163,30 @@ class InverseNet:
         self.checks_db.append(float(found.mean()))
         return self.checks_db[-1]
 
-    def _decode(self, received: Tensor) -> Tensor:
-        linear = self._ridge.decode(received)
+    def _decode(self, received: Tensor, exact: bool = False) -> Tensor:
+        """Images, not yet clipped; `exact` in float32 on a GPU too."""
+        linear = self.ridge.decode(received)
         tokens = (received, self._release.restore(received))
         first, second = ((x - mean) / deviation for x, (mean, deviation) in zip(tokens, self._scales, strict=True))
-        with torch.autocast("cuda", torch.bfloat16, enabled=received.device.type == "cuda"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=received.device.type == "cuda" and not exact):
             added = self._net(first, second)
         return linear + added.float()
 
     @torch.no_grad()
     def _decode_all(self, received: Tensor) -> Tensor:
         return torch.cat([self._decode(part).clamp(0, 1) for part in received.split(images_at_once(received))])
+
+
+class _Reader(nn.Module):
+    """Codes to images, the whole way: dequantized, filtered, decoded by the ridge and by the network."""
+
+    def __init__(self, release: Release, net: nn.Module, decode: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        assert release.steps is not None
+        self._net, self._decode, self._steps = net, decode, release.steps
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self._decode(codes.float() * self._steps).clamp(0, 1)
 
 
 def _share(step: int, steps: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from contract.console import ArgumentParser, print_document, progress, run_command, say
 from contract.errors import CutlayerError, TrainingError, UsageError
 from contract.image_folder import scan
+from contract.output import check_output_file
 
 from .. import attacks, backend_folder
 from ..backend import choose_device
@@ -73,16 +75,22 @@ def _parser() -> ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
+    value = _whole(text)
+    if value is None or value < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, found {text!r}")
     return value
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal():
+    value = _whole(text)
+    if value is None:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
-    return int(text)
+    return value
+
+
+def _whole(text: str) -> int | None:
+    """None: it is none, or more than anything here can be."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def _strengths(text: str) -> tuple[float, ...]:
@@ -101,8 +109,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     for name in names:
         attacks.find(name)
     load_piq()
-    if flags.output.is_dir():
-        raise UsageError(f"{flags.output} is a folder, the table is a file", "give -o the name of a file")
+    check_output_file(flags.output)  # attacks may take hours
     package = read_package(flags.package)
     if min(package.image.height, package.image.width) < LEAST_PIXELS:
         raise UsageError(
@@ -126,9 +133,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         say(f"going on after {len(done)} rows in {kept_path(flags.output)}")
     device = choose_device(len(os.sched_getaffinity(0)))
     lpips, lpips_unknown = load_lpips(device)
-    public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, _progress)
+    public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, show_progress)
     kept = _backend(flags.backend, package)
-    profiler = leakage.Profiler(package, public, settings, device, _progress, lpips, kept)
+    profiler = leakage.Profiler(package, public, settings, device, show_progress, lpips, kept)
     planned = len(profiler.planned())
     for row in profiler.rows(done):
         done.append(row)
@@ -172,7 +179,7 @@ def _no_disk(output: Path, error: Exception) -> CutlayerError:
 
 
 @contextmanager
-def _progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
+def show_progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
     with progress(None, total=total, description=what, unit=unit) as shown:
         yield shown.update
 

@@ -8,7 +8,6 @@ Images are (n, 3, h, w) in [0, 1], h and w at least 7.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from contract.errors import UsageError
+from contract.leakage import Figures
 
 from ..attacks.ridge import image_psnr_db
 
@@ -23,16 +23,6 @@ AT_ONCE = 64
 LEAST_PIXELS = 7  # of a side: SSIM's window
 LUMINANCE = (0.299, 0.587, 0.114)
 LPIPS_FILES = ("vgg16-397923af.pth", "lpips_weights.pt")  # as torchvision and piq name what they download
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Means over images; LPIPS is None where its weights are not there."""
-
-    psnr_db: float
-    ssim: float
-    fsim: float
-    lpips: float | None
 
 
 class Perceptual(Protocol):

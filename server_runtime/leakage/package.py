@@ -27,6 +27,7 @@ from contract import training as trainings
 from contract.errors import EngineError, PackageError, UsageError
 from contract.images import ImageRule, normalise
 from contract.keyed_noise import derive_key, laplace, noise_key
+from contract.leakage import subject_digest
 from contract.manifest import Cut, Manifest
 from contract.onnx_weights import noised_onnx
 from contract.tokens import SentRule, TokenLayout, add_noise, dequantize, keep_tokens, quantize
@@ -59,7 +60,7 @@ class Package:
 
     root: Path
     manifest: Manifest
-    digest: bytes
+    digest: bytes  # of what it sends: a table is of that, whatever is added to the package later
     splits: tuple[Split, ...]
 
     @property
@@ -80,7 +81,7 @@ def read_package(root: Path) -> Package:
     Raises: PackageError for a folder that is none, or is damaged; UsageError for splits that cannot be attacked.
     """
     if not (root / manifests.MANIFEST_NAME).is_file():
-        raise PackageError(f"{root} is no package: it has no {manifests.MANIFEST_NAME}", _CURE)
+        raise UsageError(f"{root} is no package: it has no {manifests.MANIFEST_NAME}", _CURE)
     data = _read(root / manifests.MANIFEST_NAME)
     manifest = manifests.from_bytes(data)
     for record in manifest.files:
@@ -100,7 +101,7 @@ def read_package(root: Path) -> Package:
             f"{root} sends no features: devices train its whole model",
             "give a package of a frontend or of parts; what updates leak is measured by the attacks on updates",
         )
-    return Package(root, manifest, manifests.digest(data), tuple(splits))
+    return Package(root, manifest, subject_digest(manifest), tuple(splits))
 
 
 def _read(path: Path) -> bytes:
@@ -158,6 +159,8 @@ class Runner:
             self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's classes share no base but Exception
             raise _engine_error("cannot run the package", error) from error
+        patches = self._session.get_modelmeta().custom_metadata_map.get("patches")  # of a frontend that takes a choice
+        self._keep = None if patches is None else np.arange(int(patches), dtype=np.int64)
         wanted = {each.name for each in self._session.get_inputs()}
         self._feed = {name: value for name, value in self._feed.items() if name in wanted}
 
@@ -166,8 +169,9 @@ class Runner:
         parts = []
         for start in range(0, len(pictures), AT_ONCE):
             images = normalise(pictures[start : start + AT_ONCE], self._package.image)
+            chosen = {} if self._keep is None else {"keep": np.tile(self._keep, (len(images), 1))}
             try:
-                found = self._session.run(None, {self._input: images, **self._feed})[0]
+                found = self._session.run(None, {self._input: images, **self._feed, **chosen})[0]
             except Exception as error:  # see above
                 raise _engine_error("failed", error) from error
             if found.ndim == 4:
@@ -221,7 +225,7 @@ def client_of(package: Package, split: Split, folder: BackendFolder | TrainingFo
 
     Raises: PackageError when the folder belongs to another package or lacks the weights.
     """
-    if folder.package_digest != package.digest.hex():
+    if subject_digest(folder.manifest) != package.digest:
         raise PackageError(
             f"{folder.root} belongs to another package than {package.root}", "give the .backend folder of this package"
         )

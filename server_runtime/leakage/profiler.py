@@ -66,7 +66,7 @@ class Profiler:
     ) -> None:  # fmt: skip
         self._package, self._public, self._settings, self._device = package, public, settings, device
         self._progress, self._lpips, self._folder = progress, lpips, folder
-        self._truth = public.attacked.images(device)
+        self.truth = public.attacked.images(device)
         self._classifier: nn.Module | None = None
         self._check_needs()
 
@@ -102,10 +102,11 @@ class Profiler:
             if (split.index, strength, protected) in finished:
                 continue
             if opened != (split.index, protected):
-                world, opened = self._open(split, protected), (split.index, protected)
+                world, opened = self.open(split, protected), (split.index, protected)
             yield self._row(world, strength)
 
-    def _open(self, split: Split, protected: bool) -> _World:
+    def open(self, split: Split, protected: bool) -> World:
+        """Features of one split: what the attacker learns from, what the device that is attacked has."""
         alpha = self._settings.alpha if protected else 0.0
         law = split.law if protected else replace(split.law, sent=SentRule())
         public = self._public
@@ -125,12 +126,13 @@ class Profiler:
         client = None
         if self._folder is not None and any("client" in attacks.find(each).NEEDS for each in self._settings.attacks):
             client = client_of(self._package, split, self._folder).to(self._device)
-        return _World(split, law, protected, pairs[0], pairs[1], victim, client)
+        return World(split, law, protected, pairs[0], pairs[1], victim, client)
 
     def _key(self, *parts: str | int) -> bytes:
         return derive_key(b"leakage-profile", self._settings.seed, *parts)
 
-    def _row(self, world: _World, strength: float) -> Row:
+    def meet(self, world: World, strength: float) -> tuple[Known, Seen]:
+        """What the attacker knows, and what it receives of the attacked pictures at one strength of noise."""
         settings = self._settings
         public_release = Release(world.law, strength, world.learn.tokens[0][:STATISTICS_IMAGES].float())
         known = Known(world.learn, world.held, public_release, client=world.client)
@@ -139,24 +141,25 @@ class Profiler:
             self._package, world.split, world.law, strength, alpha, world.victim, self._public.attacked.digests,
             self._key("noise"),
         )  # fmt: skip
-        seen = Seen(uploads=(replace(upload, received=upload.received.to(self._device)),))
+        return known, Seen(uploads=(replace(upload, received=upload.received.to(self._device)),))
+
+    def _row(self, world: World, strength: float) -> Row:
+        settings, (known, seen) = self._settings, self.meet(world, strength)
         title = f"split {world.split.index}, {world.split.unit} {strength:g}"
         found = [self._attack(name, known, seen, title) for name in settings.attacks]
-        return Row(
-            world.split.index, strength, world.protected, len(self._truth), len(world.learn.images), tuple(found)
-        )
+        return Row(world.split.index, strength, world.protected, len(self.truth), len(world.learn.images), tuple(found))
 
     def _attack(self, name: str, known: Known, seen: Seen, title: str) -> Attacked:
         started_s = time.monotonic()
         module, settings = attacks.find(name), self._settings
-        planned = module.planned_steps(settings.steps, len(self._truth))
+        planned = module.planned_steps(settings.steps, len(self.truth))
         shown = self._progress(f"{title}: {name}", planned, "steps") if planned else nullcontext(_ignore)
         with shown as tell:
             attack = module.build(Effort(settings.steps, settings.seed, tell))
             attack.fit(known)
             found = attack.reconstruct(seen)
         time_s = round(time.monotonic() - started_s, 3)
-        return Attacked(name, measure(self._truth, found, self._lpips), self._count_right(found), time_s)
+        return Attacked(name, measure(self.truth, found, self._lpips), self._count_right(found), time_s)
 
     # -- the classifier
 
@@ -202,17 +205,17 @@ class Profiler:
 
     def _baselines(self) -> Baselines:
         learn = self._public.learn.images(self._device)
-        colour = learn.mean(dim=(0, 2, 3), keepdim=True).expand_as(self._truth)
-        others = learn[torch.arange(len(self._truth), device=self._device) % len(learn)]
+        colour = learn.mean(dim=(0, 2, 3), keepdim=True).expand_as(self.truth)
+        others = learn[torch.arange(len(self.truth), device=self._device) % len(learn)]
         classes = len(self._public.classes)
         return Baselines(
-            measure(self._truth, colour, self._lpips),
-            measure(self._truth, others, self._lpips),
+            measure(self.truth, colour, self._lpips),
+            measure(self.truth, others, self._lpips),
             1.0 / classes if classes > 1 else None,
         )
 
     def _threshold(self, rows: Sequence[Row]) -> Threshold:
-        right = self._count_right(self._truth)
+        right = self._count_right(self.truth)
         if right is None:
             return Threshold(None, "the public images have no classes (one folder each) to tell apart", None, None)
         classes = len(self._public.classes)
@@ -222,8 +225,8 @@ class Profiler:
             levelled = non_increasing([strongest(row).fsim for row in measured])
             for fsim, row in zip(levelled, measured, strict=True):
                 points.append(Judged(fsim, max(each.right or 0 for each in row.attacks), row.images))
-        accuracy = right / len(self._truth)
-        surely = 1.0 - upper_bound(len(self._truth) - right, len(self._truth))
+        accuracy = right / len(self.truth)
+        surely = 1.0 - upper_bound(len(self.truth) - right, len(self.truth))
         if surely <= 1.0 / classes + ALLOWED_ABOVE_CHANCE:  # a blind judge finds everything safe
             reason = f"the classifier tells {100 * accuracy:.1f} % of the true pictures, which may be chance"
             return Threshold(None, reason, classes, accuracy)
@@ -232,7 +235,7 @@ class Profiler:
 
 
 @dataclass(frozen=True)
-class _World:
+class World:
     """One split as attacker and device have it: public pairs, the attacked pictures' tokens (n, T, d)."""
 
     split: Split

@@ -5,7 +5,6 @@ What is done with them is left to `profiler`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,10 +55,7 @@ class Public:
 
 def digest_of(folder: Folder) -> str:
     """Names and sizes of the public files, so that rows of other images are not mixed in."""
-    digest = hashlib.sha256()
-    for file in folder.images:
-        digest.update(f"{file.relative}\0{file.path.stat().st_size}\n".encode())
-    return digest.hexdigest()
+    return folder.digest()
 
 
 def read_public(folder: Folder, rule: ImageRule, images: int, learn: int, seed: int, progress: Progress) -> Public:

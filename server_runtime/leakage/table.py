@@ -1,6 +1,7 @@
-"""The table that leakage-profile writes: its document, what is kept between its rows, and how it looks to a person.
+"""The table that leakage-profile writes: its file, what is kept between its rows, and how it looks to a person.
 
-Figures come from `profiler`, curves and thresholds from `curve`.
+What it consists of is `contract.leakage`'s, since packages carry it; figures come from `profiler`, curves and
+thresholds from `curve`.
 """
 
 from __future__ import annotations
@@ -8,108 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from contract.canonical import CanonicalError, decode, decode_document, encode, from_json, to_json
+from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.errors import ConfigError, UsageError
+from contract.leakage import (
+    TABLE_BYTES_MAX,
+    Attacked,
+    Baselines,
+    Enough,
+    Figures,
+    Point,
+    Row,
+    Settings,
+    Table,
+    Threshold,
+    from_bytes,
+    strongest,
+    to_bytes,
+    to_document,
+)
 
 from ..files import write_atomic
-from .metrics import Figures
 
-KIND = "leakage-profile"
-TABLE_BYTES_MAX = 64 << 20
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a table depends on besides the package; rows of other settings are never mixed in."""
-
-    package_digest: str
-    public_digest: str  # of the names and sizes of the public files
-    attacks: tuple[str, ...]
-    strengths: tuple[float, ...]
-    alpha: float
-    images: int
-    learn_images: int
-    steps: int | None
-    seed: int
-
-
-@dataclass(frozen=True)
-class Attacked:
-    """What one attack read. `right`: of how many of its pictures the classifier told the class, None without one."""
-
-    attack: str
-    figures: Figures
-    right: int | None
-    time_s: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One split at one strength of noise. `protected` False: sent in full, without noise on weights or tokens."""
-
-    split: int
-    strength: float
-    protected: bool
-    images: int
-    learnt_from: int
-    attacks: tuple[Attacked, ...]
-
-
-@dataclass(frozen=True)
-class Baselines:
-    """The same figures for guesses that see nothing of the picture: the public mean colour, and another picture."""
-
-    mean_colour: Figures
-    unrelated: Figures
-    chance_right: float | None  # 1 / classes
-
-
-@dataclass(frozen=True)
-class Point:
-    """The strongest attack's figures on the fine grid, levelled and interpolated."""
-
-    split: int
-    strength: float
-    psnr_db: float
-    ssim: float
-    fsim: float
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """T_FSIM with its reason, and the accuracy of the classifier that found it on the pictures themselves."""
-
-    fsim: float | None
-    reason: str
-    classes: int | None
-    classifier_accuracy: float | None
-
-
-@dataclass(frozen=True)
-class Enough:
-    """T_sigma: the least noise of a split whose FSIM is at most T_FSIM; None where none is, or T_FSIM is unknown."""
-
-    split: int
-    strength: float | None
-
-
-@dataclass(frozen=True)
-class Table:
-    """The whole document; `attacks_s` is the time of all attacks, over all runs that it took."""
-
-    package: str
-    model: str
-    unit: Literal["kappa", "sigma"]
-    settings: Settings
-    lpips_unknown: str  # why LPIPS is null; empty where it is not
-    baselines: Baselines
-    threshold: Threshold
-    rows: tuple[Row, ...]
-    curve: tuple[Point, ...]
-    least_noise: tuple[Enough, ...]
-    attacks_s: float
+__all__ = [
+    "Attacked", "Baselines", "Enough", "Point", "Row", "Settings", "Table", "Threshold", "keep_rows", "kept_path",
+    "read_rows", "read_table", "strongest", "to_document", "to_text", "write_table",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,20 +45,15 @@ class _Kept:
     rows: tuple[Row, ...]
 
 
-def to_document(table: Table) -> dict[str, object]:
-    """The JSON document."""
-    return {"schema_version": 1, "kind": KIND, **encode(table)}
-
-
 def write_table(path: Path, table: Table) -> None:
     """Whole or not at all."""
-    write_atomic(path, to_json(to_document(table)) + b"\n")
+    write_atomic(path, to_bytes(table))
 
 
 def read_table(path: Path) -> Table:
     """A table that leakage-profile wrote. Raises: ConfigError."""
     try:
-        return decode_document(Table, _head(path), TABLE_BYTES_MAX, KIND)
+        return from_bytes(_head(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "correct the path") from error
     except CanonicalError as error:
@@ -163,24 +83,13 @@ def read_rows(output: Path, settings: Settings) -> tuple[Row, ...]:
     if kept.settings != settings:
         mine, its = encode(settings), encode(kept.settings)
         other = ", ".join(name for name in mine if mine[name] != its[name])
-        raise UsageError(f"{path} has rows of an earlier run with another {other}", cure)
+        raise UsageError(f"{path} has rows of an earlier run with other settings ({other})", cure)
     return kept.rows
 
 
 def _head(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(TABLE_BYTES_MAX + 1)
-
-
-def strongest(row: Row) -> Figures:
-    """For each figure the attack that reads most."""
-    figures = [each.figures for each in row.attacks]
-    return Figures(
-        max(each.psnr_db for each in figures),
-        max(each.ssim for each in figures),
-        max(each.fsim for each in figures),
-        min((each.lpips for each in figures if each.lpips is not None), default=None),
-    )
 
 
 def to_text(table: Table) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Activations, Gradient, PatchFeatures, Settled, Update
+from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update
 
 from ..store import Upload
 
@@ -64,6 +64,11 @@ class Settings:
     threshold: float = 1.0  # times the median; 0: the largest class
     store_mb: int = 1024
     store_rounds: int = 0  # 0: for ever
+    # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and who has copies of the server's half.
+    prototype_strength: float = 1.0
+    prototype_shift: float = 2.0
+    prototype_renewal: float = 0.5
+    server_copies: str = "each"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Progress:
     step: int
 
 
-Reply = Upload | Gradient | Settled | Activations | Update | PatchFeatures
+Reply = Upload | Gradient | Settled | Activations | Update | PatchFeatures | Prototypes
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
 Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 

@@ -21,6 +21,8 @@ SHORT_SILENCE = (
     "server_runtime.admission:Terms.heartbeat_s=1.0",
 )
 DEVICE_SHORT_SILENCE = (SHORT_SILENCE[0], "edge_runtime.client:ClientLimits.open_s=2.0")
+# Of a test's two devices no server is knocked down.
+QUICK_RETURN = tuple(f"edge_runtime.reconnect:BackoffLimits.{each}" for each in ("first_s=0.1", "early_longest_s=0.5"))
 SMALL_BATCHES = ("edge_runtime.pipeline:BATCH_SAMPLES_MAX=2",)  # an upload of twelve images is six messages, not one
 
 

@@ -25,7 +25,7 @@ from tests.chaos.adaptation import (
     log_of,
     options,
 )
-from tests.chaos.limits import SMALL_BATCHES
+from tests.chaos.limits import QUICK_RETURN, SMALL_BATCHES
 from tests.chaos.proxy import TO_DEVICE, TO_SERVER, FrameProxy, Tamper
 from tests.make_package import DEVICES
 from tests.over_loopback.deployment import Deployment
@@ -152,8 +152,11 @@ def test_faults_one_after_the_other_while_uploading_change_nothing(fresh: Make, 
     assert adapted.connections == 1 + len(plan)
 
 
-def test_faults_one_after_the_other_and_then_everything_twice_change_nothing(fresh: Make, calm: Make) -> None:
+def test_faults_one_after_the_other_and_then_everything_twice_change_nothing(
+    fresh: Make, calm: Make, limited: Limit
+) -> None:
     deployment = fresh(GRADIENT)
+    limited(deployment, device=QUICK_RETURN)
     plan = [
         Changed(TO_SERVER, spoiled),
         Changed(TO_DEVICE, oversized),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.chaos.adaptation import (
     options,
     start_devices,
 )
+from tests.chaos.limits import QUICK_RETURN
 from tests.chaos.proxy import TO_SERVER, Cut, TcpProxy, Weather, flapping
 from tests.make_package import DEVICES
 from tests.over_loopback.deployment import Deployment, wait_until
@@ -24,12 +26,16 @@ from tests.over_loopback.deployment import Deployment, wait_until
 pytest.importorskip("torch", reason="the server needs torch")
 
 Make = Callable[[str], Deployment]
+Limit = Callable[..., None]
 ALL_MODES = [PERMUTED, GRADIENT, CLIENT_HEAD]
 
 
-def adapt_through(weather: Weather, mode: str, fresh: Make, calm: Make) -> tuple[Deployment, TcpProxy]:
+def adapt_through(
+    weather: Weather, mode: str, fresh: Make, calm: Make, limit: Limit = lambda deployment: None
+) -> tuple[Deployment, TcpProxy]:
     """A whole adaptation through a proxy; its result is checked."""
     deployment = fresh(mode)
+    limit(deployment)
     with deployment.server(*options(mode)) as server, TcpProxy(deployment.port, weather) as proxy:
         finish(deployment, start_devices(behind(deployment, proxy.port), mode), server)
     check_unharmed(deployment, calm(mode))
@@ -43,11 +49,11 @@ def test_a_slow_link_only_takes_longer(fresh: Make, calm: Make) -> None:
 
 
 @pytest.mark.parametrize("mode", [GRADIENT, pytest.param(PERMUTED, marks=pytest.mark.slow)])
-def test_an_upload_that_is_cut_again_and_again_arrives_once(mode: str, fresh: Make, calm: Make) -> None:
+def test_an_upload_that_is_cut_again_and_again_arrives_once(mode: str, fresh: Make, calm: Make, limited: Limit) -> None:
     # Handshakes take 3 kB, an upload 11 kB: the cuts fall into the handshake, into the upload, and close to its end.
     cuts = (Cut(1_500), Cut(6_000, reset=False), Cut(11_000), Cut(13_500, reset=False))
     weather = Weather(cut=lambda number: cuts[number - 1] if number <= len(cuts) else None)
-    _, proxy = adapt_through(weather, mode, fresh, calm)
+    _, proxy = adapt_through(weather, mode, fresh, calm, partial(limited, device=QUICK_RETURN))
     assert proxy.cuts >= 3
 
 

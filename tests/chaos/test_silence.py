@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.chaos.adaptation import GRADIENT, PERMUTED, behind, check_unharmed, finish, log_of, options, start_devices
-from tests.chaos.limits import DEVICE_SHORT_SILENCE, SHORT_SILENCE, SILENCE_S
+from tests.chaos.limits import DEVICE_SHORT_SILENCE, QUICK_RETURN, SHORT_SILENCE, SILENCE_S
 from tests.chaos.proxy import TO_DEVICE, TO_SERVER, Mute, TcpProxy, Weather
 from tests.make_package import DEVICES
 from tests.over_loopback.deployment import Deployment, wait_until
@@ -47,7 +47,7 @@ def lose_bytes_while_training(deployment: Deployment, swallowed: set[str]) -> fl
 )
 def test_wi_03_a_half_open_link_is_noticed_and_replaced(side: str, fresh: Make, calm: Make, limited: Limit) -> None:
     deployment = fresh(GRADIENT)
-    limited(deployment, SHORT_SILENCE, DEVICE_SHORT_SILENCE)
+    limited(deployment, SHORT_SILENCE, (*DEVICE_SHORT_SILENCE, *QUICK_RETURN))
     noticed_s = lose_bytes_while_training(deployment, SIDES[side])
     check_unharmed(deployment, calm(GRADIENT))
     assert noticed_s < 4 * SILENCE_S  # heartbeats are the only thing that can end this

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -45,6 +46,42 @@ def test_unknown_errors_are_one_line_without_a_traceback(
         "internal error: KeyError: 'x'",
         "  cure: run again with CUTLAYER_DEBUG=1 and report the traceback",
     ]
+
+
+def test_a_name_that_is_too_long_is_a_mistake_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: len(Path("x" * 5000).read_bytes())) == 2
+    said = capsys.readouterr().err
+    assert "too long for a file" in said and len(said) < 200
+
+
+def test_a_value_that_fills_the_screen_is_shown_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise UsageError(f"--blocks should be a whole number, found '{'9' * 5000}'", "see --help")
+
+    assert run_command(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --blocks should be a whole number, found '999") and len(said) < 200
+    assert "...\n  cure: see --help\n" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("--n", "x"), "--n: should be a whole number, found 'x'"),
+        (("--x", ""), "--x: should be a number, found ''"),
+        (("--own", "5"), "--own: of its own"),
+    ],
+)
+def test_numbers_are_asked_for_in_plain_words(words: tuple[str, ...], cause: str) -> None:
+    def own(text: str) -> int:
+        raise argparse.ArgumentTypeError("of its own")
+
+    commands = ArgumentParser("tool")
+    for name, kind in (("--n", int), ("--x", float), ("--own", own)):
+        commands.add_argument(name, type=kind)
+    with pytest.raises(UsageError) as error:
+        commands.parse_args(list(words))
+    assert cause in error.value.cause
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), GateError("cause", "cure")], ids=["unknown", "ours"])
@@ -95,7 +132,7 @@ def parser() -> ArgumentParser:
     [
         (["--strategy", "split_adaption"], "unknown 'split_adaption' (did you mean 'split_adaptation'?)"),
         (["--strategy", "x"], "unknown 'x' (known: eeft, split_adaptation)"),
-        (["--threads", "two"], "invalid int value: 'two'"),
+        (["--threads", "two"], "should be a whole number, found 'two'"),
         (["--thread", "2"], "unrecognized arguments: --thread 2"),
     ],
 )

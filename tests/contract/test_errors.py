@@ -35,7 +35,7 @@ def test_every_error_is_named_documented_and_says_cause_and_cure(kind: type[Cutl
     error = make(kind)
     assert kind.__name__.endswith("Error") and kind.__doc__
     assert str(error) == error.cause and error.cure
-    assert isinstance(error, CutlayerError) and 1 <= error.exit_code <= 8
+    assert isinstance(error, CutlayerError) and 1 <= error.exit_code <= 9
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -49,3 +49,10 @@ def test_suggestions_name_the_nearest_or_all() -> None:
     assert suggest("Tensorr", ["tensorrt", "openvino"]) == " (did you mean 'tensorrt'?)"
     assert suggest("zzz", ["b", "a"]) == " (known: a, b)"
     assert suggest("zzz", []) == ""
+
+
+def test_of_very_many_names_the_nearest_few_are_named() -> None:
+    names = [f"model_{number}" for number in range(1000)]
+    assert suggest("modl_7", names) == " (did you mean 'model_7'?)"
+    text = suggest("nonesuch", names)
+    assert text.startswith(" (the nearest of 1000: model_") and text.count(",") == 4 and len(text) < 100

@@ -67,6 +67,28 @@ def test_a_rule_of_what_is_sent_that_no_device_has_is_refused(rule: object) -> N
         from_bytes(canonical(change("cuts.0.sent", rule)(document())))
 
 
+DECODER: Document = {
+    "onnx": "decoder.onnx", "cut": 2, "kappa": 1.0, "alpha": 0.1, "steps": 100, "learnt_images": 200, "images": 50,
+    "psnr_db": 16.5, "ssim": 0.5, "ridge_psnr_db": 16.0, "colour_psnr_db": 12.0, "colour_ssim": 0.25,
+}  # fmt: skip
+
+
+def with_decoders(*changes: Document) -> Callable[[Document], Document]:
+    """A package with one decoder for each change of DECODER."""
+    files = [*document()["files"], {"name": "decoder.onnx", "sha256": "0" * 64, "size_bytes": 10}]
+    listed = change("files", files)
+    return lambda whole: change("preview", [{**DECODER, **each} for each in changes])(listed(whole))
+
+
+def test_decoders_for_the_owners_preview_are_listed_where_there_are_some() -> None:
+    data = canonical(with_decoders({}, {"kappa": 2.0})(document()))
+    there = from_bytes(data)
+    assert to_bytes(there) == data and [each.kappa for each in there.preview] == [1.0, 2.0]
+    assert b'"preview"' not in to_bytes(MANIFEST) and MANIFEST.preview == ()
+    with pytest.raises(ManifestError, match="canonical"):  # one manifest, one digest
+        from_bytes(canonical(change("preview", [])(document())))
+
+
 @pytest.mark.parametrize("cuts", [None, 3, [3], [[]], {"0": {}}])
 def test_cuts_that_are_no_list_of_objects_are_refused(cuts: object) -> None:
     with pytest.raises(ManifestError):
@@ -193,6 +215,14 @@ INVALID: dict[str, tuple[Callable[[Document], Document], str]] = {
     "kappa_above_its_ceiling": (change("transforms.kappa", 3.0), "transforms.kappa: expected 0 to kappa_max (2.0)"),
     "kappa_negative": (change("transforms.kappa", -1.0), "transforms.kappa: expected 0 to kappa_max"),
     "alpha_negative": (change("transforms.alpha", -0.1), "transforms.alpha: expected 0 or more"),
+    "preview_null": (change("preview", None), "preview: expected"),
+    "decoder_not_listed": (with_decoders({"onnx": "other.onnx"}), "preview[0].onnx: expected a listed file"),
+    "decoder_of_no_cut": (with_decoders({"cut": 3}), "preview[0].cut: expected one of the cuts [2]"),
+    "decoder_twice": (with_decoders({}, {}), "preview: expected each one once"),
+    "decoder_above_the_ceiling": (with_decoders({"kappa": 3.0}), "preview[0].kappa: expected 0 to kappa_max"),
+    "decoder_that_was_measured_on_nothing": (with_decoders({"images": 0}), "preview[0].images: expected 1 or more"),
+    "decoder_too_good": (with_decoders({"psnr_db": 1e3}), "preview[0].psnr_db: expected at most 100"),
+    "decoder_ssim_above_one": (with_decoders({"ssim": 1.5}), "preview[0].ssim: expected -1 to 1"),
 }
 
 

@@ -21,6 +21,7 @@ from contract.messages import (
     Gradient,
     Message,
     PatchFeatures,
+    Prototypes,
     Scores,
     Update,
     choose_protocol,
@@ -153,7 +154,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("bye", {"reason": "x" * 1001}, "bye.reason: expected"),
     ("ask", {"ask": "a b"}, "ask.ask: expected a name"),
     ("ask", {"kind": "collect_feature"}, "ask.kind: expected a known kind (did you mean 'collect_features'?)"),
-    ("ask", {"kind": "os.system"}, "ask.kind: expected a known kind (known: batch_loss, "),
+    ("ask", {"kind": "os.system"}, "ask.kind: expected a known kind (known: attend, batch_loss, "),
     ("ask", {"idle_progress_s": 0.0}, "ask.idle_progress_s: expected more than 0"),
     ("ask", {"parameters": {"kappa": 1.0}}, "ask.parameters of collect_features: expected 'seed', found none"),
     ("ask", {"parameters": {"kappa": 1.0, "seed": 1, "alpha": 0.0}}, "expected only kappa, seed, found 'alpha'"),
@@ -258,6 +259,18 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("gradient", {"mean_loss": float("nan")}, "gradient.mean_loss: expected a finite loss"),
     ("gradient", {"correct": 3}, "gradient.correct: expected 0 to 2, found 3"),
     ("gradient", {"count": 0}, "gradient.count: expected 1 or more"),
+    ("ask_set_prototypes", {"tensors": {"values": F32}}, "tensors: expected 'classes', found none"),
+    (
+        "ask_set_prototypes",
+        {"tensors": {"values": F32, "classes": np.zeros(3, np.uint16)}},
+        "tensor classes: expected uint16 2, found uint16 3",
+    ),
+    ("prototypes", {"classes": (2, 0)}, "prototypes.classes: expected rising numbers of 16 bits"),
+    ("prototypes", {"classes": (0, 1 << 16)}, "prototypes.classes: expected rising numbers of 16 bits"),
+    ("prototypes", {"counts": (1,)}, "prototypes.counts: expected one for each of 2 classes"),
+    ("prototypes", {"counts": (0, 1)}, "prototypes.counts: expected 1 or more"),
+    ("prototypes", {"values": F32[:1]}, "prototypes.classes: expected as many as the 1 rows of values"),
+    ("prototypes", {"values": F32 * NAN}, "tensor values: expected finite values"),
     ("chunk", {"object": "0"}, "chunk.object: expected 64 lower-case hex digits"),
     ("chunk", {"index": 2}, "chunk.index: expected 0 to 1, found 2"),
     ("chunk", {"total": 10}, "chunk.total: expected 1 to size (9), found 10"),
@@ -281,6 +294,6 @@ def test_logits_and_features_answer_alike() -> None:
 
 def test_messages_with_arrays_compare_by_identity_and_others_by_value() -> None:
     # An `==` over arrays has no single truth; the generated one would raise.
-    with_arrays = (Ask, Features, Scores, Gradient, Activations, Update, PatchFeatures, Chunk)
+    with_arrays = (Ask, Features, Scores, Gradient, Activations, Update, PatchFeatures, Prototypes, Chunk)
     for name, message in SAMPLES.items():
         assert (dataclasses.replace(message) == message) != isinstance(message, with_arrays), name

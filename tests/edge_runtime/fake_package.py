@@ -49,15 +49,15 @@ class Package:
 
 def write_package(
     folder: Path, *, version: int = 1, delay_s: float = 0.0, seed: int = 0, contents: dict[str, bytes] | None = None,
-    **changes: object,
+    more: dict[str, bytes] | None = None, **changes: object,
 ) -> Package:  # fmt: skip
-    """Write a whole, signed package; `contents` are files in place of the frontend's, `changes` replace fields of the
-    manifest."""
+    """Write a whole, signed package; `contents` are files instead of the frontend's, `more` beside them, `changes`
+    replace fields of the manifest."""
     model, record = fake_model(delay_s, seed)
     pixels = np.random.default_rng(1).integers(0, 256, (4, SIZE, SIZE, 3), dtype=np.uint8)
     tokens = open_model(fake_model(0.0, seed)[0], 1).run(normalise(pixels, IMAGE))
     files = {"front.onnx": model, "golden.safetensors": save({"pixels": pixels, "tokens": tokens})}
-    files = files if contents is None else contents
+    files = (files if contents is None else contents) | (more or {})
     patches = tokens[:, PREFIX:]
     statistics = Statistics(
         *(tuple(map(float, part.std(axis=(0, 1)))) for part in (tokens[:, :PREFIX], patches)),

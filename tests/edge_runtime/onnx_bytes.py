@@ -46,6 +46,32 @@ def node(operator: str, inputs: list[str], output: str, axis: int | None = None)
     return ends + text(3, output) + text(4, operator) + attribute
 
 
+def linear_decoder(layout: tuple[int, int], weight: np.ndarray, offset: np.ndarray, size: tuple[int, int]) -> bytes:
+    """codes (1, S, d) int8 -> picture (1, 3, h, w): clip(codes @ weight + offset), weight (S d, 3 h w)."""
+    initializers = {
+        "one": np.array(1.0, np.float32),
+        "zero": np.array(0, np.int8),  # left out, onnxruntime's own rewriting makes another product of it
+        "row": np.array([1, layout[0] * layout[1]], np.int64),
+        "weight": weight.astype(np.float32),
+        "offset": offset.astype(np.float32),
+        "low": np.array(0.0, np.float32),
+        "high": np.array(1.0, np.float32),
+        "shape": np.array([1, 3, *size], np.int64),
+    }
+    nodes = [
+        node("DequantizeLinear", ["codes", "one", "zero"], "values"),
+        node("Reshape", ["values", "row"], "flat"),
+        node("MatMul", ["flat", "weight"], "product"),
+        node("Add", ["product", "offset"], "sum"),
+        node("Clip", ["sum", "low", "high"], "clipped"),
+        node("Reshape", ["clipped", "shape"], "picture"),
+    ]
+    graph = b"".join(text(1, each) for each in nodes) + text(2, "decoder")
+    graph += b"".join(text(5, tensor(name, array)) for name, array in initializers.items())
+    graph += text(11, value_info("codes", (1, *layout), INT8)) + text(12, value_info("picture", (1, 3, *size)))
+    return number(1, 10) + text(7, graph) + text(8, text(1, "") + number(2, 20))
+
+
 def quantized_model(
     size: int = 16, grid: tuple[int, int] = (2, 2), dim: int = 8, seed: int = 0, masked: bool = False
 ) -> tuple[bytes, WeightRecord]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import UsageError
-from edge_runtime.cli import check_output, edge_run, parser, print_report
+from contract.errors import ConfigError, UsageError
+from edge_runtime.cli import edge_run, parser, print_report
 from edge_runtime.config import FIELDS
 from edge_runtime.predictions import Prediction
 from edge_runtime.report import Report, to_csv, to_table
@@ -219,22 +219,45 @@ def test_errors_are_one_line_of_cause_and_one_of_cure(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[0].startswith("error: ") and "cure: " in done.stderr.splitlines()[1]
 
 
-def test_a_report_that_could_not_be_written_is_told_before_the_run(tmp_path: Path) -> None:
-    config = write_device(tmp_path, write_package(tmp_path / "front"), tmp_path)
-    flags = [part for field in FIELDS if (value := getattr(config, field.name)) is not None
-             for part in ("--" + field.name.replace("_", "-"), str(value))]  # fmt: skip
-    arguments = parser().parse_args([*flags, "-o", str(tmp_path / "none" / "report.json")])
-    with pytest.raises(UsageError, match="no folder .*none"):
-        edge_run(arguments, {}, tmp_path)
-
-
-@pytest.mark.parametrize("output", [".", "", "no/such/folder/report.json"])
+@pytest.mark.parametrize("output", [".", "", "FILE/report.json"])
 def test_a_report_that_could_not_be_written_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="report"):
-        check_output(Path(output))
+    (tmp_path / "FILE").touch()
+    config = write_device(tmp_path, write_package(tmp_path / "front"), tmp_path)
+    flags = [part for field in FIELDS if (value := getattr(config, field.name)) is not None
+             for part in ("--" + field.name.replace("_", "-"), str(value))]  # fmt: skip
+    with pytest.raises(UsageError, match="-o "):
+        edge_run(parser().parse_args([*flags, "-o", output]), {}, tmp_path)
+    assert not config.state.exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--plug", each) for each in (
+            " ", "a b", "http://plug", "plug:0", "plug:65536", "plug:x", "plug/0", "plug/100", "plug/x", "a/1/2",
+            "[::1]",
+        )),
+        *(("--power-model", each) for each in (
+            "5", "5:", ":5", "9:5", "-1:5", "0:0", "nan:nan", "1:nan", "1:inf", "1:2:3", "1;2", "profile", "1:1e6",
+        )),
+        ("--plug-account", "nowhere"),
+    ],
+    ids=lambda each: each[:20],
+)  # fmt: skip
+def test_an_odd_meter_is_a_mistake_of_the_command_line_before_anything_is_installed(
+    tmp_path: Path, flag: str, value: str
+) -> None:
+    config = write_device(tmp_path, write_package(tmp_path / "front"), tmp_path)
+    flags = [part for field in FIELDS if (found := getattr(config, field.name)) is not None
+             for part in ("--" + field.name.replace("_", "-"), str(found))]  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        edge_run(parser().parse_args([*flags, f"{flag}={value}", "--once"]), {}, tmp_path)
+    setting = flag.removeprefix("--").replace("-", "_")
+    assert setting in error.value.cause.replace("-", "_")
+    assert flag in error.value.cure and not list((config.state / "packages").glob("*"))
 
 
 def test_a_report_follows_a_link_and_leaves_a_pipe_a_pipe(tmp_path: Path) -> None:

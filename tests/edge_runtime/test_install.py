@@ -19,11 +19,13 @@ from contract.errors import (
     RollbackError,
     SignatureError,
 )
+from contract.leakage import LEAKAGE_NAME, from_bytes, to_bytes
 from contract.signature import generate, key_id, sign
 from contract.training import PARAMETERS_NAME, TRAINING_NAME, AugmentRule, OptimiserRule, TrainingCut, TrainingPlan
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import Installed, install, signal_to_noise_db
 from tests.edge_runtime.fake_package import PUBLISHER, Package, write_package
+from tests.leakage_table import leakage_table
 
 TRUSTED = {key_id(PUBLISHER.public_key()): PUBLISHER.public_key()}
 
@@ -99,6 +101,30 @@ def test_ex_03_every_altered_part_is_named_and_nothing_is_installed(
         put(package.folder, packages)
     assert type(found.value) is error and found.value.exit_code == 4
     assert file in str(found.value) or isinstance(found.value, SignatureError)
+    assert names(packages) == set()
+
+
+def signed_with(table: bytes, tmp_path: Path) -> Package:
+    """A package that lists this leakage table."""
+    package = write_package(tmp_path / "front")
+    files = {each.name: (package.folder / each.name).read_bytes() for each in package.manifest.files}
+    return write_package(tmp_path / "with-table", version=2, contents={**files, LEAKAGE_NAME: table})
+
+
+def test_a_leakage_table_comes_with_the_package(package: Package, packages: Path, tmp_path: Path) -> None:
+    table = leakage_table(package.manifest)
+    installed = put(signed_with(to_bytes(table), tmp_path / "other").folder, packages)
+    assert from_bytes((installed.folder / LEAKAGE_NAME).read_bytes()) == table
+
+
+@pytest.mark.parametrize("table", ["{}", "of another package"])
+def test_a_signed_package_with_a_table_of_another_is_refused(
+    package: Package, packages: Path, tmp_path: Path, table: str
+) -> None:
+    other = replace(package.manifest, model="another")
+    data = table.encode() if table == "{}" else to_bytes(leakage_table(other))
+    with pytest.raises(PackageError, match="leakage"):
+        put(signed_with(data, tmp_path / "other").folder, packages)
     assert names(packages) == set()
 
 

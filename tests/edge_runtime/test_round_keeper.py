@@ -63,7 +63,7 @@ class SmallTrainer:
         self.loss = softmax_gradient(z, targets.argmax(axis=1))
         return Forward(z, self.loss.mean_loss)
 
-    def backward(self, grad_z: None = None, only: Collection[str] | None = None) -> None:
+    def backward(self, grad_z: None = None, pull: None = None, only: Collection[str] | None = None) -> None:
         g = self.loss.gradient
         local = ((g @ self.tensors["head.weight"]) * self.tensors["norm.w"] * self.mean).sum(axis=0, dtype=np.float32)
         found = {"blocks.0.w": local, "head.weight": np.ascontiguousarray(g.T @ self.inner)}

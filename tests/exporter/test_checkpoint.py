@@ -94,7 +94,7 @@ def test_a_file_that_is_no_state_dict_is_an_error(tmp_path: Path, name: str) -> 
 
 def test_a_missing_weights_file_is_an_error(tmp_path: Path) -> None:
     for name in ("absent.pt", "absent.safetensors"):
-        with pytest.raises(ExportError, match="cannot be read"):
+        with pytest.raises(UsageError, match="no file of weights"):
             read_state(tmp_path / name)
 
 

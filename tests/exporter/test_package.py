@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ExportError
+from contract.errors import ExportError, UsageError
 from contract.manifest import to_bytes
 from exporter.package import backend_path, next_version, previous_manifest, publish, staging, write_table
 from tests.golden.samples import MANIFEST
@@ -97,7 +97,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 
 def test_a_parent_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ExportError, match="should be a folder"), staging(tmp_path / "file" / "front"):
+    with pytest.raises(UsageError, match="cannot be written"), staging(tmp_path / "file" / "front"):
         pass
 
 

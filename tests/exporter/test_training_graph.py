@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contract.errors import ExportError, GateError
+from exporter import training_check
 from exporter.architecture import create
 from exporter.split import split_model
 from exporter.training_check import (
+    TrainingFigures,
     TrainingRule,
     check_training_graphs,
     compare,
@@ -338,3 +340,32 @@ def test_files_name_nothing_of_this_machine() -> None:
         assert not model.graph.value_info and not any(
             node.doc_string or node.metadata_props for node in model.graph.node
         )
+
+
+def _figures(gradient_error: float, flips: int) -> TrainingFigures:
+    return TrainingFigures(0.0, gradient_error, "grad:weight", 1e-6, flips, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "passes"),
+    [
+        ([(9e-3, 0), (1e-5, 0)], True),  # one sign that onnxruntime alone flipped
+        ([(9e-3, 0), (1e-2, 7), (1e-5, 0)], True),  # a draw with flips cannot clear it, a later one can
+        ([(9e-3, 0)] * 5, False),
+        ([(9e-3, 0), *[(1e-2, 7)] * 4], False),
+        ([(1e-2, 7)], True),
+        ([(0.5, 7), (1e-5, 0)], False),
+        ([(0.5, 0), (1e-5, 0)], False),  # no flip of one sign does that
+    ],
+)
+def test_what_looks_like_a_flip_is_drawn_anew_and_a_wrong_graph_is_refused(
+    drawn: list[tuple[float, int]], passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([_figures(*each) for each in drawn])
+    monkeypatch.setattr(training_check, "random_feeds", lambda *args, **named: {})
+    monkeypatch.setattr(training_check, "compare", lambda *args: next(found))
+    if passes:
+        check_training_graphs(nn.Identity(), None, SHAPE)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(GateError, match="gradients of weight differ by"):
+            check_training_graphs(nn.Identity(), None, SHAPE)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,19 @@ import pytest
 from tests.make_package import DEVICES
 
 BIN = Path(sys.executable).parent
+DEVICE_BINS = [BIN, *(Path(python).parent for python in os.environ.get("CUTLAYER_TEST_DEVICE_PYTHONS", "").split())]
 DEADLINE_S = 120.0
+
+
+def pairwise(stories: Sequence[tuple[str, ...]]) -> list[Any]:
+    """Parameters (Python's folder, *story): each story and each Python once by default, the other pairs marked slow.
+
+    A Python that runs one story runs them all, as far as its own unit tests tell; the pairs are for what they do not.
+    """
+    own = [DEVICE_BINS[(number + 1) % len(DEVICE_BINS)] for number in range(len(stories))]
+    chosen = [(folder, *story) for folder, story in zip(own, stories, strict=True)]
+    others = [(folder, *story) for story in stories for folder in DEVICE_BINS if (folder, *story) not in chosen]
+    return [*chosen, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
 
 
 @dataclass

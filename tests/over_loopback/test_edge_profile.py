@@ -32,7 +32,7 @@ def test_a_run_of_training_tells_how_long_each_step_kept_the_device_away(package
             "--data", package / DEVICES[0] / "train", "--trust", keys / "publisher.pub", "--ca", keys / "ca.pem",
             "--key", keys / "device.key", "--name", DEVICES[0], "--state", tmp_path / "state", "--threads", "1",
             "--site-secret", keys / "site.secret", "--classes", package / "classes.txt", "--label-mode", "raw-label",
-            "--format", "json", *QUICK,
+            "--power-model", "3:7", "--format", "json", *QUICK,
         ]  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-c", COMMAND, *map(str, words)], capture_output=True, text=True, timeout=DEADLINE_S
@@ -43,6 +43,14 @@ def test_a_run_of_training_tells_how_long_each_step_kept_the_device_away(package
     assert rows.keys() == {1, 2} and rows[1]["away"] is None
     away = rows[2]["away"]
     assert away["images"] == 36 and away["seconds"] > 0.0  # three epochs of twelve images
+    parts = {part["name"]: part["seconds"] for part in away["parts"]}
+    assert list(parts) == ["upload", "wait", "download"] and min(parts.values()) > 0.0
+    assert 0.95 * away["seconds"] <= sum(parts.values()) <= 1.0001 * away["seconds"]
     assert [phase["name"] for phase in rows[2]["phases"]] == ["forward", "backward", "optimiser"]
-    if rows[2]["energy"] is None:  # as on any machine without a meter
-        assert away["energy_j"] is None and away["reason"] and rows[2]["communication_j"] is None
+    assert "modelled, not measured" in away["reason"]
+    joules = [part["energy_j"] for part in away["parts"]]
+    if rows[2]["energy"] is None or None in joules:  # a machine too busy for its own model of power to be told in time
+        assert rows[2]["communication_j"] is None
+    else:
+        assert sum(joules) == pytest.approx(away["energy_j"], rel=0.2)
+        assert rows[2]["communication_reason"].startswith(f"of run {away['run']}")

@@ -17,11 +17,10 @@ from safetensors.numpy import load_file
 from websockets.sync.client import connect
 
 from tests.make_package import DEVICES, MODEL, MODEL_ARGS, PRIVATE_CLASSES
-from tests.over_loopback.deployment import BIN, Deployment, copy_secrets, stop, wait_until
+from tests.over_loopback.deployment import BIN, Deployment, copy_secrets, pairwise, stop, wait_until
 
 pytest.importorskip("torch", reason="the server needs torch")
 
-DEVICE_BINS = [BIN, *(Path(python).parent for python in os.environ.get("CUTLAYER_TEST_DEVICE_PYTHONS", "").split())]
 TOKENS, DIM, PATCHES = 17, 48, 16
 EPOCHS = 30
 
@@ -40,34 +39,31 @@ def uploaded_samples(root: Path) -> list[tuple[str, int]]:
         ).fetchall()
 
 
-@pytest.mark.parametrize("device_bin", DEVICE_BINS, ids=lambda path: path.parent.name)
-def test_a_site_adapts_and_predicts(deployment: Deployment, device_bin: Path) -> None:
+@pytest.mark.parametrize(
+    ("device_bin", "mode"),
+    pairwise([("permuted-label",), ("logit-gradient",), ("client-head",)]),
+    ids=lambda value: value.parent.name if isinstance(value, Path) else value,
+)
+def test_a_site_adapts_and_predicts(deployment: Deployment, device_bin: Path, mode: str) -> None:
+    """In permuted-label mode the features are uploaded once; in the others labels stay on the device."""
     deployment.device_bin = device_bin
-    with deployment.server("--epochs", EPOCHS):
-        uploads = deployment.run_devices()
-        answers = deployment.run_devices("--infer", data="test")
-    for upload in uploads:
-        assert upload["outcome"] == "collected"
-        assert upload["images"] == 4 * len(PRIVATE_CLASSES)
-        assert upload["bytes_per_image"] == TOKENS * DIM + 2 * PATCHES
-        assert upload["int8_layers"] == 8
+    with deployment.server("--epochs", EPOCHS, "--label-mode", mode):
+        reports = deployment.run_devices("--label-mode", mode)
+        answers = deployment.run_devices("--label-mode", mode, "--infer", data="test")
+    for report in reports:
+        assert report["outcome"] == ("collected" if mode == "permuted-label" else "done")
+        assert report["images"] == 4 * len(PRIVATE_CLASSES) and report["int8_layers"] == 8
+        assert mode != "permuted-label" or report["bytes_per_image"] == TOKENS * DIM + 2 * PATCHES
     for answer in answers:
         assert len(answer["predictions"]) == answer["images"] == 5 * len(PRIVATE_CLASSES)
         assert answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES)
     assert uploaded_samples(deployment.root) == [(device, 12) for device in DEVICES]
 
 
-@pytest.mark.parametrize("mode", ["logit-gradient", "client-head"])
-def test_labels_can_stay_on_the_device(deployment: Deployment, mode: str) -> None:
-    with deployment.server("--epochs", EPOCHS, "--label-mode", mode):
-        reports = deployment.run_devices("--label-mode", mode)
-        answers = deployment.run_devices("--label-mode", mode, "--infer", data="test")
-    assert [report["outcome"] for report in reports] == ["done", "done"]
-    assert all(answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES) for answer in answers)
-
-
+# With a head of its own, a killed device is in the next test; a killed server too.
 @pytest.mark.parametrize(
-    "mode", ["permuted-label", pytest.param("logit-gradient", marks=pytest.mark.slow), "client-head"]
+    "mode",
+    ["permuted-label", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("logit-gradient", "client-head"))],
 )
 def test_a_killed_device_and_a_killed_server_change_nothing(package: Path, tmp_path: Path, mode: str) -> None:
     roots = {name: tmp_path / name for name in ("undisturbed", "killed")}

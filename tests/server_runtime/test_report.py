@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from server_runtime.report import Results, Table, to_html, to_text
+from server_runtime.report import Picture, Results, Table, to_html, to_text
 
 TABLE = Table(
     "Accuracy", ("method", "accuracy", "bytes"), (("ours <b>", 0.5, 1138), ("theirs", None, None)), ("accuracy",)
@@ -29,6 +29,14 @@ def test_the_page_is_whole_escaped_and_loads_nothing() -> None:
     assert "script" not in tags.seen and "b" not in tags.seen
     assert tags.seen.count("td") == 6
     assert "A &amp; B" in page and "width:50.0%" in page
+
+
+def test_pictures_are_in_the_page_itself() -> None:
+    tags = Tags()
+    pictures = (Picture('a "<b>" picture', b"\x89PNG", ("one < two",)),)
+    tags.feed(page := to_html(Results("A", (), (), pictures=pictures)))
+    assert tags.links == ["data:image/png;base64,iVBORw=="] and "b" not in tags.seen
+    assert "one &lt; two" in page
 
 
 def test_unknown_is_not_zero() -> None:

@@ -94,4 +94,6 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert document["sa_accuracy"] > document["linear_probe_accuracy"] > 0.3
     assert document["bytes_per_image"] == 17 * 64 + 2 * 16
     assert document["energy_j"] is not None or document["energy_reason"]
-    assert Path(document["report"]).read_text().startswith("<!doctype html>")
+    page = Path(document["report"]).read_text()
+    assert page.startswith("<!doctype html>") and page.count("data:image/png") == 6
+    assert "what an attacker gets at kappa 0.25" in page and "what an attacker gets at kappa 1" in page

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError, CutlayerError, UsageError
+from contract.errors import ConfigError, CutlayerError, DeviceError, UsageError
 from contract.signature import save_public
 from edge_runtime.meters import Timing, probe
 from edge_runtime.profiling.cli import (
@@ -22,6 +24,9 @@ from edge_runtime.profiling.cli import (
     read_labels,
     resolve_settings,
 )  # fmt: skip
+from edge_runtime.profiling.measuring import Plan
+from edge_runtime.profiling.output import as_json
+from edge_runtime.profiling.table import KIND, MeterFacts, Table, to_document
 from profiles import load
 from tests.edge_runtime.fake_package import PUBLISHER, write_images, write_package
 from tests.edge_runtime.test_power_sensors import ORIN_NANO, hwmon, write
@@ -49,6 +54,17 @@ def board(root: Path) -> Path:
     hwmon(root, "1-0040", 1, ORIN_NANO)
     write(root, {"proc/device-tree/model": "NVIDIA Jetson Orin Nano Developer Kit"})
     return root
+
+
+NO_ROWS = as_json(
+    KIND,
+    to_document(
+        Table(
+            "frontend", None, "no profile", {}, "/", MeterFacts("none", "nothing", "unknown", None, None, ()),
+            Plan(5, 1.0, 1.0, 1.0, 0.0, 1), 1, (),
+        )
+    ),
+)  # fmt: skip
 
 
 def both(folder: Path) -> tuple[str, ...]:
@@ -108,7 +124,9 @@ def test_a_model_of_the_profile_is_labelled_as_such(folder: Path, capsys: pytest
 def test_a_cap_is_written_with_its_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, out = board(folder / "tree"), folder / "cap.json"
     write(root, {"sys/class/thermal/thermal_zone0/temp": "85000", "sys/class/thermal/thermal_zone0/type": "cpu"})
-    words = (*both(folder), "--root", str(root), "--find-cap", "--limit-c", "80", "--hold-s", "1")
+    engines = both(folder)[: -len(QUICK)]
+    quick = ("--block-s", "0.2", "--cool-down-s", "0", "--threads", "1", "--hold-s", "1")
+    words = (*engines, "--root", str(root), "--find-cap", "--limit-c", "80", *quick)
     assert call(folder, *words, "--label", "fan=off", "-o", str(out)) == 0
     document = json.loads(out.read_text())
     assert (document["kind"], document["is_reached"], document["p_max_w"]) == ("edge-profile-cap", True, None)
@@ -139,14 +157,48 @@ def test_settings_come_from_where_edge_run_takes_them(folder: Path) -> None:
         (("--engine", "front", "--trust", "publisher.pub", "--server", "wss://host:1"), "--server joins a run"),
         (("--engine", "front", "--trust", "publisher.pub", "--train", "--server", "wss://host:1"), "data is not set"),
         (("--plot", "none.json", "-o", "x.html"), "cannot be read"),
-        (("-o", "/nowhere/at/all.json"), "no folder /nowhere/at"),
+        (("--plot", "empty.json", "-o", "x.html"), "nothing to draw"),
+        (("--plot", "empty.json"), "-o is not given"),
+        (("--plot", "empty.json", "-o", "x.html", "--engine", "a"), "--engine has no part in --plot"),
+        (("--plot", "empty.json", "-o", "x.html", "--format", "json"), "--format has no part in --plot"),
+        (("--hold-s", "5"), "--hold-s is of --find-cap alone"),
+        (("--limit-c", "80"), "--limit-c is of --find-cap alone"),
+        (("--find-cap", "--blocks", "6"), "--blocks has no part in --find-cap"),
+        (("--batch", "4"), "--batch is of --train alone"),
+        (("--train", "--images", "4"), "--images has no part in --train"),
+        (("--train", "--data", "x"), "--data is of a run that is joined"),
+        (("-o", "publisher.pub/all.json"), "cannot be written"),
+        (("-o", "/proc/all.json"), "cannot be written"),
         (("--format", "xml"), "unknown 'xml'"),
+        (("--blocks", "x"), "should be a whole number, found 'x'"),
+        (("--blocks", "9" * 5000), "should be a whole number, found '9999"),
+        (("--block-s", "one"), "should be a number, found 'one'"),
+        (("--seed", "-3"), "seed should be 0 to"),
+        (("--engine", "nowhere", "--trust", "publisher.pub"), "no package folder"),
+        (("--engine", "empty", "--trust", "publisher.pub"), "is not a package"),
+        (("--engine", "a/front.fake", "--trust", "publisher.pub", "--images", "empty"), "found none"),
+        (("--engine", "a/front.fake", "--trust", "publisher.pub", "--images", "9" * 5000), "--images should be"),
+        (("--engine", "a/front.fake", "--trust", "empty.json"), "expected an Ed25519 public key"),
     ],
+    ids=lambda each: each[:40] if isinstance(each, str) else None,
 )
-def test_a_mistake_is_told_before_anything_is_measured(folder: Path, words: tuple[str, ...], cause: str) -> None:
+def test_a_mistake_is_told_before_anything_is_measured(
+    folder: Path,
+    words: tuple[str, ...],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "empty").mkdir()
+    (folder / "empty.json").write_bytes(NO_ROWS)
+    monkeypatch.chdir(folder)
     with pytest.raises(CutlayerError) as error:
         call(folder, *words)
     assert cause in error.value.cause and error.value.cure
+    assert "or correct --data" not in error.value.cure and "new pair" not in error.value.cure
+    is_usage = not {"found none", "expected an Ed25519 public key"} & {cause}
+    assert error.value.exit_code == 2 or not is_usage
+    assert "idle" not in capsys.readouterr().err and not (folder / "x.html").exists()
 
 
 def test_a_plot_needs_a_name_that_says_what_it_is(folder: Path) -> None:
@@ -154,9 +206,56 @@ def test_a_plot_needs_a_name_that_says_what_it_is(folder: Path) -> None:
     words = ("--engine", str(folder / "a/front.fake"), "--trust", str(folder / "publisher.pub"), *QUICK)
     (folder / "empty").mkdir()
     assert call(folder, *words, "--root", str(folder / "empty"), "-o", str(out)) == 0
-    for more in ((), ("-o", str(folder / "plot.bmp"))):
-        with pytest.raises(UsageError, match="-o should name a file"):
-            call(folder, "--plot", str(out), *more)
+    with pytest.raises(UsageError, match="-o should name a file"):
+        call(folder, "--plot", str(out), "-o", str(folder / "plot.bmp"))
+
+
+def test_a_folder_of_the_output_is_made_and_a_full_disk_costs_no_row(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--engine", str(folder / "a/front.fake"), "--trust", str(folder / "publisher.pub"), *QUICK)
+    out = folder / "deep" / "er" / "t.json"
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise DeviceError(f"{path} cannot be written: No space left on device", "make room on the disk")
+
+    monkeypatch.setattr("edge_runtime.profiling.output.write_output", refuse)
+    (folder / "empty").mkdir()
+    with pytest.raises(DeviceError):
+        call(folder, *words, "--root", str(folder / "empty"), "-o", str(out), "--format", "json")
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)["rows"]) == 1 and "warning: " in shown.err and out.parent.is_dir()
+    assert "1 split point in an order" in shown.err
+
+
+def test_a_stop_leaves_no_copy_of_a_package_and_a_kill_one_until_the_next_start(folder: Path) -> None:
+    """SIGTERM is a clean stop; after kill -9 the next start, of whatever package, removes what was left."""
+    place = folder / "tmp"
+    place.mkdir()
+    code = "import sys; from edge_runtime.profiling.cli import main; sys.exit(main())"
+    words = [sys.executable, "-c", code, *both(folder), "--baseline-s", "600", "-o", str(folder / "t.json")]
+
+    def start() -> tuple[subprocess.Popen[str], Path]:
+        """A process that measures, and its copy."""
+        process = subprocess.Popen(
+            words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(place)}
+        )
+        assert process.stderr is not None
+        said = []
+        while "2 split points" not in (line := process.stderr.readline()):
+            assert line, said
+            said.append(line)
+        (copy,) = place.iterdir()
+        assert sorted(each.name for each in copy.iterdir()) == ["0", "1"]
+        return process, copy
+
+    for number, how in enumerate((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)):
+        process, copy = start()
+        process.send_signal(how)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == (-9, 0, 130)[number] and out == ""
+        assert list(place.iterdir()) == ([copy] if how == signal.SIGKILL else [])
+    assert not (folder / "t.json").exists()
 
 
 def test_labels_are_key_and_value() -> None:

@@ -203,8 +203,9 @@ def test_warm_up_ends_when_three_blocks_agree() -> None:
 def test_a_block_is_at_least_one_repetition_and_whole_ones() -> None:
     device = VirtualDevice()
     long = device.candidate(1, [("frontend", 25.0, 6.0)]).open()[0]
-    block = run_block(long, 10.0, lambda: device.now_s)
+    block = run_block(long, 10.0, device.bench())
     assert (len(block.marks_s), block.images, block.seconds_per_image) == (2, 2, 12.5)
+    assert device.looks_s == [125.0]  # after each repetition: a clock that falls meanwhile must not go unseen
 
 
 @pytest.mark.parametrize(("knows_heat", "most_s"), [(True, 10.0), (False, 20.0)])

@@ -16,8 +16,8 @@ from edge_runtime.profiling.charts import COMMUNICATION, COMPUTE, IDLE, cost_cha
 from edge_runtime.profiling.measuring import Plan, measure
 from edge_runtime.profiling.page import to_html
 from edge_runtime.profiling.plot import to_picture
-from edge_runtime.profiling.rows import Away, Link, Row, make_row
-from edge_runtime.profiling.table import KIND, MeterFacts, Table, merge, ordered, read_table, to_document, to_text
+from edge_runtime.profiling.rows import Away, AwayPart, Link, Row, make_row
+from edge_runtime.profiling.table import KIND, MeterFacts, Table, grid, merge, ordered, read_table, to_document, to_text
 from tests.edge_runtime.profiling.virtual_device import VirtualDevice
 
 PLAN = Plan(5, 10.0, 30.0, 30.0, 20.0, 7)
@@ -127,10 +127,18 @@ def test_the_text_says_what_is_not_the_device_itself_and_what_was_left_undone() 
 def test_phases_of_training_have_columns_of_their_own() -> None:
     text = to_text(table(row(1, name="forward"), work="training"))
     assert "forward ms" in text and "time away from the work: unknown, no run was joined" in text
-    joined = dataclasses.replace(row(1, name="forward"), away=Away("r7", 36, 0.0125, None, None, "no meter"))
-    text = to_text(table(joined, work="training"))
-    assert " 12.5 " in text and "energy while away unknown: no meter" in text and "no run was joined" not in text
-    modelled = dataclasses.replace(joined, away=Away("r7", 36, 0.0125, 0.02, 0.01, "modelled, not measured"))
+    seconds_j = {"upload": (0.0025, 0.007), "wait": (0.008, None), "download": (0.002, None)}
+    parts = tuple(AwayPart(name, *figures, None) for name, figures in seconds_j.items())
+    away = Away("r7", 36, 0.0125, None, None, "no meter", parts)
+    joined = dataclasses.replace(row(1, name="forward"), away=away)
+    text, (head, line) = to_text(table(joined, work="training")), grid(table(joined, work="training"))
+    shown = dict(zip(head, line, strict=True))
+    assert [shown[f"{name} ms"] for name in seconds_j] == ["2.5", "8", "2"]
+    assert (shown["upload mJ"], shown["download mJ"]) == ("7", "?")
+    assert "energy while away unknown: no meter" in text and "no run was joined" not in text
+    modelled = dataclasses.replace(
+        joined, away=dataclasses.replace(away, energy_j=0.02, bound_j=0.01, reason="modelled, not measured")
+    )
     assert "energy while away: modelled, not measured" in to_text(table(modelled, work="training"))
 
 

@@ -20,6 +20,7 @@ class VirtualDevice:
         self.rested_s: list[float] = []
         self.throttled = 0
         self.progress_s = 0.0
+        self.looks_s: list[float] = []
         self._warms, self._throttles_at_c = warms_c_per_j, throttles_at_c
 
     def spend(self, seconds: float, watts: float) -> None:
@@ -40,8 +41,12 @@ class VirtualDevice:
 
     def bench(self, knows_heat: bool = True) -> Bench:
         return Bench(
-            lambda: self.now_s, self.rest, lambda: self.celsius if knows_heat else None, self.watch, self.advance
-        )
+            lambda: self.now_s, self.rest, lambda: self.celsius if knows_heat else None, self.watch, self.advance,
+            self.look,
+        )  # fmt: skip
+
+    def look(self) -> None:
+        self.looks_s.append(self.now_s)
 
     def advance(self, seconds: float) -> None:
         self.progress_s += seconds

@@ -1,0 +1,121 @@
+"""What of each image has ever left this device, told to its owner: noise draws, copies, patches, least noise.
+
+Pure: the ledger counts (`release_ledger`); here counts become values, a table, CSV or JSON. One draw that is sent
+again, in a restart or for a prediction, is the same bytes and no further copy.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from edge_runtime.release_ledger import WITHOUT_NOISE, Release, ReleaseLedger
+
+
+@dataclass(frozen=True)
+class ImageReleases:
+    """One image. `draws` differ in noise; `copies` are the most draws under one setting, which an attacker averages.
+
+    `least_kappa` is None where nothing left under noise. `unprotected` are packages' parts that got it without noise.
+    """
+
+    image: str  # file, or wire id where it is not in --data
+    draws: int
+    copies: int
+    least_kappa: float | None
+    patch_share: float
+    unprotected: int
+    releases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Account:
+    """All images of which something left, and the caps."""
+
+    images: tuple[ImageReleases, ...]
+    never: int | None  # images of --data of which nothing ever left; None without --data
+    max_releases: int
+    max_patch_share: float
+
+
+def account(
+    ledger: ReleaseLedger, names: Mapping[bytes, str] | None, max_releases: int, max_patch_share: float
+) -> Account:
+    """`names` are the files of --data by wire id, None where there is no --data."""
+    known = {} if names is None else names
+    images = [_of_image(known.get(each, each.hex()), ledger.of(each), ledger.share(each)) for each in ledger.images]
+    never = None if names is None else len(set(names) - set(ledger.images))
+    return Account(tuple(sorted(images, key=lambda each: each.image)), never, max_releases, max_patch_share)
+
+
+def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageReleases:
+    noised = [each for each in releases if each.kind != WITHOUT_NOISE]
+    settings = Counter((each.package_digest, each.cut, each.kind.split(" fresh=")[0], each.scale) for each in noised)
+    return ImageReleases(
+        image=name,
+        draws=len(noised),
+        copies=max(settings.values(), default=0),
+        least_kappa=min((each.scale for each in noised), default=None),
+        patch_share=share,
+        unprotected=len(releases) - len(noised),
+        releases=tuple(_in_words(each) for each in releases),
+    )
+
+
+def _in_words(release: Release) -> str:
+    noise = release.kind if release.kind == WITHOUT_NOISE else f"{release.kind} kappa={release.scale:g}"
+    patches = release.patches or "unknown, from an earlier version"
+    return f"{noise}, cut {release.cut} of package {release.package_digest[:12]}, patches {patches}"
+
+
+def document(found: Account) -> dict[str, object]:
+    """The fields of the JSON document."""
+    return asdict(found)
+
+
+def to_csv(found: Account) -> str:
+    """One image a line."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("image", "draws", "copies", "least_kappa", "patch_share", "unprotected", "releases"))
+    for each in found.images:
+        least = "" if each.least_kappa is None else f"{each.least_kappa:g}"
+        writer.writerow(
+            (each.image, each.draws, each.copies, least, f"{each.patch_share:.4f}", each.unprotected,
+             "; ".join(each.releases))
+        )  # fmt: skip
+    return text.getvalue()
+
+
+def to_table(found: Account) -> str:
+    """For a person on a terminal."""
+    if not found.images:
+        return summary(found) + "\n"
+    width = max(len(each.image) for each in found.images)
+    lines = [f"{'image':<{width}}  draws  copies  least kappa  patches  without noise"]
+    for each in found.images:
+        least = "-" if each.least_kappa is None else f"{each.least_kappa:g}"
+        lines.append(
+            f"{each.image:<{width}}  {each.draws:5}  {each.copies:6}  {least:>11}  {each.patch_share:7.0%}  "
+            f"{f'{each.unprotected} parts' if each.unprotected else 'never':>13}"
+        )
+    lines.append(summary(found))
+    return "\n".join(lines) + "\n"
+
+
+def summary(found: Account) -> str:
+    """One sentence on the whole, with the caps."""
+    never = "" if found.never is None else f", nothing of {found.never} others in --data"
+    if not found.images:
+        return f"nothing ever left this device{never}"
+    draws = max(each.draws for each in found.images)
+    share = max(each.patch_share for each in found.images)
+    unprotected = sum(each.unprotected > 0 for each in found.images)
+    bare = f"; {unprotected} images went without noise to a part that is trained here" if unprotected else ""
+    return (
+        f"{len(found.images)} images have left{never}; of one image at most {draws} draws (max_releases "
+        f"{found.max_releases}) and {share:.0%} of the patches (max_patch_share {found.max_patch_share:.0%}){bare}"
+    )

@@ -1,0 +1,300 @@
+"""Run shift-aware prototypes against what they are made of: one row for each method, held-out domain and seed.
+
+Methods: vanilla (split federated learning), proto (prototypes, fixed lambda), g (normalised values at the cut),
+g-proto (both, fixed lambda), ours (both, lambda by shift). A finished row is kept in DIR/rows and not computed again;
+several commands may work on one DIR, each on rows of its own (`--share`, `--only`), and `--table` puts together what is
+there. What a row is is `reproduce_prototypes_rows`' part, tables are `reproduce_prototypes_table`'s, what leaks
+`reproduce_prototypes_leaks`'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contract import manifest as manifests
+from contract.canonical import INT_MAX
+from contract.console import ArgumentParser, print_document, say
+from contract.errors import UsageError, suggest
+from server_runtime.files import write_atomic
+from server_runtime.report import to_html, to_text
+from server_runtime.schedule import SCHEDULES
+from tools.output import open_output
+from tools.reproduce import add_sharing
+from tools.reproduce_prototypes_rows import (
+    CASES,
+    METHODS,
+    PrototypeCell,
+    PrototypeLaboratory,
+    PrototypeRates,
+    open_meter,
+)
+from tools.reproduce_prototypes_table import Row, compare, results_of, summarise
+from tools.reproduce_prototypes_world import (
+    DOMAINS,
+    QUICK_DOMAINS,
+    DomainWorld,
+    export_domain_package,
+    full_domains,
+    quick_domains,
+)
+from tools.reproduce_split import numbers, texts
+from tools.reproduce_world import ROOT, alone
+
+ROW_SCHEMA = 1
+STUDIES = ("main", "l2", "layer1", "one-copy", "devices")
+WITH_PROTOTYPES = tuple(name for name, method in METHODS.items() if method.strength)
+DEFAULTS: dict[str, dict[str, Any]] = {  # by world
+    "quick": {
+        "seeds": [0], "rounds": 6, "batch": 16, "learning_rate": 0.05, "train_images": 120, "test_images": 120,
+        "engine": "onnxruntime", "domains": ["outlined"], "studies": ["main"],
+    },
+    "full": {
+        "seeds": list(range(10)), "rounds": 12, "batch": 32, "learning_rate": 0.01, "train_images": 480,
+        "test_images": 1000, "engine": "torch", "domains": list(DOMAINS), "studies": ["main", "l2"],
+    },
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    root = open_output(options.output)
+    world = prepare(options, root / "scratch" / f"prototypes-{world_of(options)}")
+    cells = cells_of(options)
+    if options.prepare:
+        for package in dict.fromkeys(cell.package for cell in cells):
+            export_domain_package(world, package)
+        say(f"{world.root}: {len(cells)} rows can be computed")
+        return 0
+    if options.leaks:
+        print_leaks(options, world)
+        return 0
+    rows = run_rows(options, world, root / "rows", cells)
+    if not rows:
+        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
+    report(options, root, document_of(options, world, rows, len(cells)))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(prog="tools/reproduce prototypes", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
+    parser.add_argument(
+        "--studies", type=texts, help=f"of {','.join(STUDIES)}; default: main with --quick, else main,l2"
+    )
+    parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
+    parser.add_argument("--domains", type=texts, help="held out in turn; default: outlined with --quick, else all")
+    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0 to 9")
+    parser.add_argument("--only", metavar="METHOD/DOMAIN/SEED", help="one row of the studies instead of the product")
+    parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 12")
+    parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
+    parser.add_argument("--learning-rate", type=float, help="default: 0.05 with --quick, else 0.01")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help="(default: %(default)s)")
+    parser.add_argument(
+        "--train-images", type=int, metavar="N", help="a device's (default: 120 with --quick, else 480)"
+    )
+    parser.add_argument("--test-images", type=int, metavar="N", help="default: 120 with --quick, else 1000")
+    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds the archives (default: ../shared)")
+    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
+    parser.add_argument(
+        "--pool", type=int, metavar="N", help="images of a domain that a world is made of (default: all)"
+    )
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action.add_argument(
+        "--leaks", action="store_true", help="what a curious server learns, on the first domain and seed"
+    )
+    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
+    add_sharing(parser)
+    options = parser.parse_args(argv)
+    for name, value in DEFAULTS[world_of(options)].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.only is not None:
+        options.methods, options.domains, options.seeds = read_only(options.only)
+    check(options)
+    return options
+
+
+def world_of(options: argparse.Namespace) -> str:
+    return "quick" if options.quick else "full"
+
+
+def read_only(text: str) -> tuple[list[str], list[str], list[int]]:
+    """Raises: UsageError."""
+    parts = text.split("/")
+    if len(parts) != 3 or not parts[2].isdecimal():
+        raise UsageError(f"--only should be METHOD/DOMAIN/SEED, found {text!r}", "as in --only ours/sketch/0")
+    return [parts[0]], [parts[1]], [int(parts[2])]
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises: UsageError that names the option."""
+    domains = QUICK_DOMAINS if options.quick else DOMAINS
+    for what, given, known in (
+        ("method", options.methods, METHODS), ("domain", options.domains, domains), ("study", options.studies, STUDIES),
+    ):  # fmt: skip
+        for name in given:
+            if name not in known:
+                hint = suggest(name, list(known))
+                raise UsageError(f"there is no {what} {name!r} here{hint}", f"known: {', '.join(known)}")
+    if options.quick and (options.shared is not None or options.pool is not None):
+        raise UsageError("--shared and --pool belong to the full reproduction", "leave out --quick, or these")
+    names = ("rounds", "batch", "threads", "train_images", "test_images")
+    for flag, value, least in [(name, getattr(options, name), 1) for name in names] + [
+        ("seeds", seed, 0) for seed in options.seeds
+    ]:
+        if not least <= value <= INT_MAX:
+            raise UsageError(
+                f"--{flag.replace('_', '-')} should be {least} or more, found {value}", f"correct --{flag}"
+            )
+    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
+        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+
+
+def prepare(options: argparse.Namespace, default: Path) -> DomainWorld:
+    """The world with its images; whoever comes second waits until they are there."""
+    root = (options.world or default).resolve()
+    with alone(root):
+        if options.quick:
+            return quick_domains(root, options.train_images, options.test_images)
+        shared = options.shared or ROOT.parent / "shared"
+        return full_domains(root, shared, options.train_images, options.test_images, options.pool)
+
+
+def cells_of(options: argparse.Namespace) -> list[PrototypeCell]:
+    """All cells by study; of one study all methods of a seed before the next seed, as pairs are what counts."""
+    cells = []
+    for study in options.studies:
+        methods = [name for name in options.methods if study in ("main", "layer1") or name in WITH_PROTOTYPES]
+        changed: dict[str, list[dict[str, str]]] = {
+            "main": [{}], "l2": [{"distance": "l2"}], "layer1": [{"cut": "layer1"}], "one-copy": [{"copies": "one"}],
+            "devices": [{"case": case} for case in CASES[1:]],
+        }  # fmt: skip
+        cells += [
+            PrototypeCell(method, domain, seed, **change)
+            for change in changed[study]
+            for seed in options.seeds
+            for domain in options.domains
+            for method in methods
+        ]
+    return list(dict.fromkeys(cells))
+
+
+def run_rows(
+    options: argparse.Namespace, world: DomainWorld, folder: Path, cells: Sequence[PrototypeCell]
+) -> list[Row]:
+    """The finished rows: read where they are kept, else computed and kept, but for those of another's share."""
+    part, parts = options.share
+    # Neighbours, not every n-th: the methods of one seed and domain then read their images once.
+    mine = set(cells[len(cells) * (part - 1) // parts : len(cells) * part // parts])
+    meter = open_meter() if parts == 1 else None
+    rates = PrototypeRates(options.rounds, options.batch, options.learning_rate, options.schedule)
+    laboratory = PrototypeLaboratory(world, options.engine, rates, options.threads, meter)
+    started_s, rows = time.monotonic(), []
+    for number, cell in enumerate(cells, start=1):
+        path = folder / f"prototypes-{world.name}-{options.engine}-{cell.name.replace('/', '-')}.json"
+        head = head_of(options, world, cell)
+        row = finished(path, head)
+        in_time = options.stop_after_s is None or time.monotonic() - started_s < options.stop_after_s
+        if row is None and cell in mine and in_time and not options.table:
+            say(f"== row {number} of {len(cells)}: {cell.name}")
+            row = {**head, **laboratory.row(cell).document(), "command": command(options, cell)}
+            write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
+            row = json.loads(path.read_text())  # a row that was kept looks the same as one that was not
+            say(line_of(row))
+        rows += [] if row is None else [row]
+    return rows
+
+
+def print_leaks(options: argparse.Namespace, world: DomainWorld) -> None:
+    """What a run of `ours` shows to its server."""
+    from tools import reproduce_prototypes_leaks as leaking  # it needs piq
+
+    rates = PrototypeRates(options.rounds, options.batch, options.learning_rate, options.schedule)
+    laboratory = PrototypeLaboratory(world, options.engine, rates, options.threads, None)
+    cut = "layer1" if options.studies == ["layer1"] else "layer3"
+    rows = leaking.leaks(laboratory, PrototypeCell("ours", options.domains[0], options.seeds[0], cut=cut))
+    if options.format == "json":
+        settings = {name: getattr(options, name) for name in ("rounds", "batch", "train_images", "test_images")}
+        document = {"study": "prototypes", "world": world.name, "data": world.note, "cut": cut, **settings}
+        print_document("reproduce", {**document, "leaks": rows})
+        return
+    print(to_text(leaking.table_of(rows)))
+
+
+def head_of(options: argparse.Namespace, world: DomainWorld, cell: PrototypeCell) -> Row:
+    """What a row answers: another question is another row."""
+    front = export_domain_package(world, cell.package)
+    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
+    names = ("rounds", "batch", "learning_rate", "schedule", "train_images", "test_images", "engine")
+    return {
+        "row_schema": ROW_SCHEMA, "study": "prototypes", "world": world.name, "package_digest": digest, **vars(cell),
+        "setting": f"{cell.held_out}, {cell.distance}, {cell.cut}, {cell.copies}, {cell.case}",
+        **{name: getattr(options, name) for name in names},
+    }  # fmt: skip
+
+
+def command(options: argparse.Namespace, cell: PrototypeCell) -> str:
+    """What makes this row alone."""
+    study = {"distance": "l2", "cut": "layer1", "copies": "one-copy", "case": "devices"}
+    plain = PrototypeCell(cell.method, cell.held_out, cell.seed)
+    changed = [name for field, name in study.items() if getattr(cell, field) != getattr(plain, field)]
+    words = ["tools/reproduce", "prototypes", *(["--quick"] if options.quick else [])]
+    words += ["--studies", *(changed or ["main"]), "--only", f"{cell.method}/{cell.held_out}/{cell.seed}"]
+    words += ["--engine", options.engine, "--rounds", options.rounds, "--batch", options.batch]
+    words += ["--learning-rate", options.learning_rate, "--schedule", options.schedule]
+    words += ["--train-images", options.train_images, "--test-images", options.test_images]
+    return shlex.join(map(str, words))
+
+
+def finished(path: Path, head: Row) -> Row | None:
+    """The stored row, if it is whole and answers the same question."""
+    try:
+        row = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
+    return row if same and row.get("curve") else None
+
+
+def line_of(row: Row) -> str:
+    """One row in one line."""
+    energy = "unknown" if row["energy_j"] is None else f"{row['energy_j']:.0f} J"
+    return (
+        f"{row['method']}, {row['setting']}, seed {row['seed']}: last {100 * row['accuracy']:.2f} %, "
+        f"best {100 * row['best_accuracy']:.2f} %; {row['bytes'] / 1e6:.1f} MB; {row['seconds']} s; "
+        f"energy {energy} ({row['energy_quality']})"
+    )
+
+
+def document_of(options: argparse.Namespace, world: DomainWorld, rows: Sequence[Row], asked: int) -> Row:
+    """What --format json prints."""
+    return {
+        "study": "prototypes", "world": world.name, "data": world.note, "engine": options.engine,
+        "rounds": options.rounds, "batch": options.batch,
+        "learning_rate": f"{options.learning_rate:g}, {options.schedule}", "label_mode": "logit-gradient",
+        "rows_missing": asked - len(rows), "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
+    }  # fmt: skip
+
+
+def report(options: argparse.Namespace, root: Path, document: Row) -> None:
+    """rows.jsonl, the page, and the document or the tables on stdout."""
+    page = results_of(document)
+    lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
+    write_atomic(root / "prototypes.jsonl", lines.encode())
+    write_atomic(root / "prototypes.html", to_html(page).encode())
+    if options.format == "json":
+        print_document("reproduce", {**document, "report": str(root / "prototypes.html")})
+        return
+    print("\n\n".join(map(to_text, page.tables[:3])))
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
+    print(f"report: {root / 'prototypes.html'}")
