@@ -107,11 +107,12 @@ CUT_GRADIENT = {
 class AskRule:
     """What one kind of ask carries: parameters with their exact types, tensors with their rules.
 
-    `tensors` None stands for parameters of a model: float32 arrays by the model's own names, of any shape.
+    `tensors` None stands for parameters of a model: arrays of these types by the model's own names, of any shape.
     """
 
     parameters: Mapping[str, type]
     tensors: Mapping[str, TensorRule] | None
+    types: tuple[type[np.generic], ...] = (np.float32,)
 
 
 # Arrays by type of message; those of an ask depend on its kind. A type that is not here has no body.
@@ -128,9 +129,15 @@ TENSORS: Mapping[str, Mapping[str, TensorRule]] = {
         "values": TensorRule((np.float32, np.float16), ("B", "n")),
         "labels": TensorRule(np.uint16, ("B",), optional=True),
     },
+    "patch_features": {
+        "values": TensorRule((np.float32, np.float16, np.int8), ("B", "T", "d"), optional=True),
+        "scales": TensorRule(np.float32, ("d",), optional=True),  # with int8 only
+        "labels": TensorRule(np.uint16, ("B",), optional=True),
+    },
     "prototypes": {"values": TensorRule(np.float32, ("K", "d"), optional=True)},
     "chunk": {"data": TensorRule(np.uint8, ("n",))},
 }
+_CODED = (np.float32, np.float16, np.int8)
 
 ASK_KINDS: Mapping[str, AskRule] = {
     "collect_features": AskRule({"kappa": float, "seed": int}, {}),
@@ -159,6 +166,40 @@ ASK_KINDS: Mapping[str, AskRule] = {
     "give_prototypes": AskRule({"after": int}, {}),
     # The device trains the whole part by itself, on the parameters that come with the ask.
     "local_round": AskRule({"cut": int, "epoch": int, "epochs": int, "size": int, "seed": int, "rate": float}, None),
+    # Rounds of devices that keep what they trained and received, as `edge_runtime.round_keeper` explains it: what comes
+    # with the ask is what has changed since `after`. EFTViT: coded by `contract.model_delta`; `threshold` times the
+    # median of the classes is how many features of each class are sent, 0: as many as the largest has.
+    "masked_round": AskRule(
+        {
+            "step": int,
+            "after": int,
+            "base": int,
+            "epoch": int,
+            "epochs": int,
+            "size": int,
+            "seed": int,
+            "rate": float,
+            "threshold": float,
+        },
+        None,
+        _CODED,
+    ),
+    "load_global": AskRule({"step": int, "after": int, "base": int}, None, _CODED),
+    # FEDBFPT: block `block` and the head are trained.
+    "block_round": AskRule(
+        {
+            "step": int,
+            "after": int,
+            "base": int,
+            "epoch": int,
+            "epochs": int,
+            "size": int,
+            "seed": int,
+            "rate": float,
+            "block": int,
+        },
+        None,
+    ),
 }
 
 
@@ -313,7 +354,7 @@ class Ask:
             if isinstance(value, int) and not 0 <= value <= INT_MAX:
                 raise _broken(f"ask.parameters.{name}", "0 or more, 63 bits", shown(value))
         if rule.tensors is None:
-            _require_parameters(f"ask {self.kind}", self.tensors)
+            _require_parameters(f"ask {self.kind}", self.tensors, rule.types)
         else:
             _require_tensors(f"ask {self.kind}", self.tensors, rule.tensors)
 
@@ -459,6 +500,33 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False)
+class PatchFeatures:
+    """Device: features of a balanced set of its `samples` images, T tokens each at the cut (EFTViT), and what training
+    on `count` images cost. All arrays are absent where there is no image; `scales` come with int8 codes."""
+
+    TYPE: ClassVar[str] = "patch_features"
+
+    ask: str
+    samples: int
+    count: int
+    mean_loss: float
+    correct: int
+    values: Array | None
+    scales: Float32 | None
+    labels: UInt16 | None
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "samples")
+        _require_count(self, "count")
+        _require(self, "mean_loss", abs(self.mean_loss) < float("inf"), "a finite loss")
+        _require(self, "correct", 0 <= self.correct <= self.count, f"0 to {self.count}")
+        _require_tensors(self.TYPE, tensors_of(self), TENSORS[self.TYPE])
+        whole = (self.values is None) == (self.labels is None) and (self.values is not None or self.scales is None)
+        _require(self, "values", whole, "values with labels, or no array at all")
+
+
+@dataclass(frozen=True, eq=False)
 class Prototypes:
     """Device: of each class that I have, the mean (d,) of my images' embeddings, and how many they are; K classes.
 
@@ -536,7 +604,8 @@ class Bye:
 
 Message = (
     Hello | Challenge | Proof | Welcome | Refuse
-    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update | Prototypes | Chunk
+    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update
+    | PatchFeatures | Prototypes | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
 
@@ -545,7 +614,8 @@ MESSAGES: Mapping[str, type[Message]] = {
     for message in (
         *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
         # the work: numbered, acknowledged
-        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update, Prototypes, Chunk),
+        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update),
+        *(PatchFeatures, Prototypes, Chunk),
         *(Heartbeat, Bye),
     )
 }
@@ -619,14 +689,17 @@ def _require_tensors(where: str, tensors: Mapping[str, Array], rules: Mapping[st
         _require_finite(where, name, array)
 
 
-def _require_parameters(where: str, tensors: Mapping[str, Array]) -> None:
+def _require_parameters(
+    where: str, tensors: Mapping[str, Array], types: tuple[type[np.generic], ...] = (np.float32,)
+) -> None:
     for name, array in tensors.items():
         named = 0 < len(name) <= LIMITS.tensor_characters and _TENSOR.fullmatch(name) is not None
         if not named:
             raise _broken(f"{where}: tensors", "names of a model's tensors", repr(name))
-        if array.dtype != np.float32 or array.size == 0:
+        if array.dtype not in types or array.size == 0:
             shape = "x".join(map(str, array.shape))
-            raise _broken(f"{where}: tensor {name}", "float32 of one value or more", f"{array.dtype} {shape}")
+            kinds = " or ".join(str(np.dtype(each)) for each in types)
+            raise _broken(f"{where}: tensor {name}", f"{kinds} of one value or more", f"{array.dtype} {shape}")
         _require_finite(where, name, array)
 
 

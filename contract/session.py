@@ -79,7 +79,7 @@ _HANDSHAKE = (
 )
 _WORK = {
     Role.DEVICE: (
-        *("features", "gradient", "checkpoints", "settled", "activations", "update", "prototypes"),
+        *("features", "gradient", "checkpoints", "settled", "activations", "update", "patch_features", "prototypes"),
         *("chunk", "heartbeat"),
     ),
     Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),

@@ -40,6 +40,8 @@ HOLDS: Mapping[str, Holds] = {
     "prototypes": "parts",
     "centralised": "parts",
     "fed_avg": "whole",
+    "fed_bfpt": "whole",
+    "eft_vit": "whole",
     "fine_tuning": "body",
     "fed_avg_own_heads": "body",
     "selective_masking": "body",
@@ -48,6 +50,7 @@ HOLDS: Mapping[str, Holds] = {
 }
 RELEASED: tuple[Holds, ...] = ("whole", "body", "modules")
 OWN_HEADS: tuple[Holds, ...] = ("body", "modules")  # devices need not have the same classes
+MASKED = ("eft_vit",)  # whose packages also hold the first layers as a part, and leave out patches in training
 _OPTIONAL = ("prototypes",)
 _CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"
 
@@ -60,7 +63,8 @@ class TrainingCut:
     hands to backward; `macs` of one image's forward pass.
 
     `kept` of an image's `patches` go through the part in training, then forward takes `keep` (B, kept) and the output
-    has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape`. None and None: no masking.
+    has the shape `output_shape`; evaluation sees them all, and gives `evaluated_shape` (where the loss is in the graph,
+    both are the class count). None and None: no masking.
 
     `loss` "own-head": z (B, f) are features for the device's own head, which gives grad_z; a loss that forward returns
     as well is added to the head's, and its gradient is in the graph. Only `trainable` and `buffers` travel.
@@ -151,7 +155,8 @@ class TrainingPlan:
     """Everything signed about training on devices.
 
     `whole_model`: the package holds all layers, which the owner has agreed to release. `gradient` and `activations`
-    say how the tensors at the cut travel.
+    say how the tensors at the cut travel; for the strategies in `MASKED`, `gradient` says it of what the server has
+    changed in the layers behind the cut.
     """
 
     format: Literal["cutlayer-training/1"]
@@ -162,7 +167,7 @@ class TrainingPlan:
     optimiser: OptimiserRule
     augment: AugmentRule
     gradient: Precision
-    activations: Literal["float32", "float16"]
+    activations: Precision
     prototypes: PrototypeRule | None = None  # left out of the file where there is none
 
     def cut(self, index: int) -> TrainingCut | None:
@@ -223,6 +228,8 @@ def _check(plan: TrainingPlan) -> None:
         _require(features, f"{where}.output_shape", "one size, as a head takes features", cut.output_shape)
         whole = plan.whole_model or cut.index < cut.depth
         _require(whole, where, f"less than the whole model ({cut.depth}), which is not released", cut.index)
+    coded = plan.activations != "int8" or plan.strategy in MASKED
+    _require(coded, "activations", f"int8 for {', '.join(MASKED)} only", plan.strategy)
     if plan.prototypes is not None:
         _check_prototypes(plan, plan.prototypes)
     rule, augment = plan.optimiser, plan.augment
@@ -248,6 +255,10 @@ def _check_masking(where: str, cut: TrainingCut) -> None:
         _require(same, f"{where}.kept", "kept and patches, or neither and one shape", (cut.kept, cut.patches))
         return
     _require(1 <= cut.kept <= cut.patches, f"{where}.kept", f"1 to {cut.patches} patches", cut.kept)
+    if cut.loss != "none":
+        same = cut.output_shape == cut.evaluated_shape
+        _require(same, f"{where}.output_shape", "the class count, masked or not", cut.output_shape)
+        return
     tokens, *rest = cut.evaluated_shape
     left = (tokens - cut.patches + cut.kept, *rest)
     _require(cut.output_shape == left, f"{where}.output_shape", f"{left}, with the kept patches", cut.output_shape)

@@ -171,6 +171,7 @@ def equip_state(
             ledger,
             config.max_patch_share,
             say,
+            config.noise == "fresh",
         )
     else:
         engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state.engines, say)

@@ -5,12 +5,14 @@ Secrets, package and images are `equip`'s part; it calls this for a package that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
-from contract.training import TrainingCut, TrainingPlan
+from contract.training import PARAMETERS_NAME, TrainingCut, TrainingPlan
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.head import Head
 from edge_runtime.install import Installed
@@ -22,12 +24,23 @@ from edge_runtime.part_worker import PartWorker, Pictures
 from edge_runtime.picture_cache import PictureCache
 from edge_runtime.pipeline import read_picture
 from edge_runtime.release_ledger import ReleaseLedger
+from edge_runtime.round_keeper import RoundKeeper, Shipped
 from edge_runtime.stages import Stages
 from edge_runtime.state import State
-from edge_runtime.terms import Terms
+from edge_runtime.terms import ROUND_ASKS, Terms
 from edge_runtime.trainer import Trainer, TrainerSettings, open_trainer
 from edge_runtime.training_set import TrainingSet
 from edge_runtime.worker import Counters, Surroundings
+
+
+def read_shipped(folder: Path) -> Shipped:
+    """What reads tensors of a verified package's parameter file."""
+
+    def read(names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        with safe_open(str(folder / PARAMETERS_NAME), framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in names}
+
+    return read
 
 
 def equip_parts(
@@ -44,8 +57,10 @@ def equip_parts(
     ledger: ReleaseLedger,
     max_patch_share: float,
     say: Callable[[str], None],
+    fresh: bool = False,
 ) -> tuple[PartWorker, Callable[[str], Head | None]]:
-    """The worker, and what gives the device's own head of a run once it predicted for it."""
+    """The worker, and what gives the device's own head of a run once it predicted for it; `fresh` masks what is sent
+    anew each time, where patches are masked."""
     image, counters = installed.manifest.image, Counters()
 
     def picture(sample: Sample) -> NDArray[np.uint8]:
@@ -63,7 +78,11 @@ def equip_parts(
     images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture), secret)
     head = PartHead(classes, secret, plan.optimiser) if terms.label_mode == "client-head" else None
     accounts = PartLedger(ledger, installed.digest.hex(), (image.height, image.width), max_patch_share)
-    rules = PartRules(plan, terms.label_mode, wire_labels)
-    keeper = PartKeeper(rules, images, open_cut, head, PartStore(state.parts, say), tick, accounts.release)
+    rules, store = PartRules(plan, terms.label_mode, wire_labels), PartStore(state.parts, say)
+    if plan.strategy in ROUND_ASKS:
+        shipped = read_shipped(installed.folder)
+        keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh, accounts.release)
+    else:
+        keeper = PartKeeper(rules, images, open_cut, head, store, tick, accounts.release)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()

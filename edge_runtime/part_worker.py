@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from contract.errors import ConfigError
 from contract.images import ImageRule, normalise
-from contract.messages import Activations, Ask, Message
+from contract.messages import Activations, Ask, Message, PatchFeatures
 from edge_runtime.data import Sample
 from edge_runtime.part_keeper import PartKeeper, to_wire
 from edge_runtime.pipeline import FRAME_MARGIN_BYTES
@@ -60,9 +60,10 @@ class PartWorker:
         """The one message that answers an ask which `terms.check_ask` let pass. Raises: as `PartKeeper.answer`."""
         with self._stages.measure("train"):
             reply = self._keeper.answer(ask, run)
-        if isinstance(reply, Activations):
-            self.counters.images += len(reply.values)
-            self.counters.payload_bytes += reply.values.nbytes
+        values = reply.values if isinstance(reply, (Activations, PatchFeatures)) else None
+        if values is not None:
+            self.counters.images += len(values)
+            self.counters.payload_bytes += values.nbytes
         yield reply
 
     def infer(self, upload: Upload) -> Iterator[Activations]:

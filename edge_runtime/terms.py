@@ -30,6 +30,10 @@ PART_ASKS_OF_MODE = {
 }
 PROTOTYPE_ASKS = frozenset({"attend", "set_prototypes", "give_prototypes"})
 WHOLE_MODEL_ASKS = frozenset({"load_part", "local_round"})
+ROUND_ASKS = {  # of the strategies whose devices keep what they have from round to round
+    "eft_vit": frozenset({"masked_round", "load_global"}),
+    "fed_bfpt": frozenset({"block_round", "load_part"}),
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def device_terms(
     if training is None:
         asks = ASKS_OF_MODE[config.label_mode]
     elif training.whole_model:
-        asks = WHOLE_MODEL_ASKS
+        asks = ROUND_ASKS.get(training.strategy, WHOLE_MODEL_ASKS)
     else:
         asks = PART_ASKS_OF_MODE[config.label_mode]
         asks |= frozenset() if training.prototypes is None else PROTOTYPE_ASKS

@@ -10,7 +10,7 @@ forward to backward inside onnxruntime, and gradients are seen where backward le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -140,10 +140,13 @@ class Trainer:
         embedding, distance = (found[name].numpy() if name in found else None for name in ("embedding", "distance"))
         return Forward(z, loss, embedding, distance)
 
-    def backward(self, grad_z: Floats | None = None, pull: Floats | None = None) -> dict[str, Floats]:
+    def backward(
+        self, grad_z: Floats | None = None, pull: Floats | None = None, only: Collection[str] | None = None
+    ) -> dict[str, Floats]:
         """Gradients by name; `grad_z` (B, *output_shape) is d loss / d z, absent where the loss is in the graph.
 
-        `pull` (B,) is d loss / d distance, where the part has a projection head.
+        `pull` (B,) is d loss / d distance, where the part has a projection head. With `only`, the gradients are of some
+        trainable tensors: the others do not move in the step, and cost nothing.
 
         They may be changed in place before `step`. The activations of `forward` are freed.
         Raises: RemoteProtocolError when grad_z has another shape; EngineError when onnxruntime fails.
@@ -161,9 +164,10 @@ class Trainer:
                     f"expected a gradient of {self.cut.output_shape} for each image, found {grad_z.shape[1:]}", NEW_RUN
                 )
             feeds |= _data_values(grad_z=grad_z, pull=pull)
-        found = graph.run([f"grad:{name}" for name in self.cut.trainable], feeds)
+        names = [name for name in self.cut.trainable if only is None or name in only]
+        found = graph.run([f"grad:{name}" for name in names], feeds)
         self._saved = {}
-        self._gradients = {name: found[f"grad:{name}"].numpy() for name in self.cut.trainable}
+        self._gradients = {name: found[f"grad:{name}"].numpy() for name in names}
         return self._gradients
 
     def step(self, learning_rate: float) -> StepFacts:
@@ -203,6 +207,13 @@ class Trainer:
             z[start : start + size] = part
         return np.empty((0, *self.cut.evaluated_shape), np.float32) if z is None else z
 
+    def features(self, x: Floats, keep: NDArray[np.int64] | None = None) -> Floats:
+        """z (n, *output_shape) of images (n, 3, h, w) as in training, of the patches in `keep` (n, K), without a batch
+        being begun. Raises: as `evaluate`."""
+        feeds = self._values | _data_values(x=x, keep=keep)
+        z: Floats = self._graph("forward").run(["z"], feeds)["z"].numpy()
+        return z
+
     def parameters(self) -> dict[str, Floats]:
         """What training moves, for an upload: trainable tensors and buffers; read-only views that steps move."""
         return {name: _read_only(self._tensors[name]) for name in (*self.cut.trainable, *self.cut.buffers)}
@@ -212,11 +223,21 @@ class Trainer:
 
         Raises: RemoteProtocolError when names, shapes, dtypes or values are not right: then nothing has changed.
         """
-        held = self.parameters()
+        self._take(tensors, self.parameters(), "trained")
+        self._optimiser.reset()
+
+    def load_frozen(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Take over the tensors that are not trained here; the optimiser goes on.
+
+        Raises: RemoteProtocolError when names, shapes, dtypes or values are not right: then nothing has changed.
+        """
+        self._take(tensors, {name: self._tensors[name] for name in self.cut.frozen}, "frozen")
+
+    def _take(self, tensors: Mapping[str, NDArray[Any]], held: Mapping[str, Floats], which: str) -> None:
         if tensors.keys() != held.keys():
             wrong = sorted(tensors.keys() ^ held.keys())
             raise RemoteProtocolError(
-                f"expected the {len(held)} trained tensors of cut {self.cut.index}, found {len(tensors)} "
+                f"expected the {len(held)} {which} tensors of cut {self.cut.index}, found {len(tensors)} "
                 f"(first that differs: {wrong[0]})",
                 NEW_RUN,
             )
@@ -230,7 +251,6 @@ class Trainer:
         self.discard()
         for name, array in tensors.items():
             self._tensors[name][...] = array
-        self._optimiser.reset()
 
     def state(self) -> dict[str, NDArray[Any]]:
         """All that training has moved: "tensor:<name>", moments, and "steps". Read-only, as `parameters`."""

@@ -79,16 +79,49 @@ class TrainingSet:
         labels = np.array([sample.label for sample in chosen], np.int64)
         return Batch(normalise(varied, self._image), labels, tuple(ids))
 
+    @property
+    def labels(self) -> Labels:
+        """Class numbers (n,), by place."""
+        return np.array([sample.label for sample in self._samples], np.int64)
+
+    @property
+    def sample_ids(self) -> tuple[bytes, ...]:
+        """Who they are, by place."""
+        return tuple(sample.sample_id for sample in self._samples)
+
+    def plain(self, places: Sequence[int]) -> Batch:
+        """The images at these places as they are, not varied. Raises: DataError when a file changed."""
+        chosen = [self._samples[place] for place in places]
+        labels = np.array([sample.label for sample in chosen], np.int64)
+        ids = tuple(sample.sample_id for sample in chosen)
+        return Batch(normalise(self._cache.pictures(chosen), self._image), labels, ids)
+
+    def drawn_patches(
+        self, sample_ids: Sequence[bytes], cut: TrainingCut, seed: int, epoch: int
+    ) -> NDArray[np.int64] | None:
+        """Positions (B, kept) to train on, drawn anew for each epoch: for what stays on the device."""
+        return self._draw(cut, [("drawn patches", seed, epoch, each) for each in sample_ids])
+
+    def fresh_patches(
+        self, sample_ids: Sequence[bytes], cut: TrainingCut, ask: str, turns: Sequence[int]
+    ) -> NDArray[np.int64] | None:
+        """Positions (B, kept) to send, drawn anew for each ask and turn (`noise = "fresh"`)."""
+        pairs = zip(sample_ids, turns, strict=True)
+        return self._draw(cut, [("fresh patches", ask, turn, each) for each, turn in pairs])
+
+    def _draw(self, cut: TrainingCut, keys: Sequence[tuple[bytes | str | int, ...]]) -> NDArray[np.int64] | None:
+        if cut.kept is None or cut.patches is None:
+            return None
+        orders = [permutation(self._secret, cut.patches, *key) for key in keys]
+        return np.sort(np.stack(orders)[:, : cut.kept], axis=1)
+
     def kept_patches(self, sample_ids: Sequence[bytes], cut: TrainingCut) -> NDArray[np.int64] | None:
         """Positions (B, kept) of the patches that leave the device, rising; None where the part sees them all.
 
         Drawn once for a sample, by the device's secret: fresh draws would show another share of the picture with every
         epoch, and in twenty of them all of it (algorithms.md X1).
         """
-        if cut.kept is None or cut.patches is None:
-            return None
-        orders = [permutation(self._secret, cut.patches, "kept patches", each) for each in sample_ids]
-        return np.sort(np.stack(orders)[:, : cut.kept], axis=1)
+        return self._draw(cut, [("kept patches", each) for each in sample_ids])
 
     def _edges(self, size: int) -> list[tuple[int, int]]:
         if size < 1:

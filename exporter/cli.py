@@ -32,6 +32,7 @@ from exporter.plan import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMISERS,
+    PEFTS,
     QUANTIZERS,
     TUNES,
     ExportPlan,
@@ -94,7 +95,7 @@ FIELDS = (
     Field("momentum", float, None, "of sgd; default: 0.9, with eeft and its baselines 0.5"),
     Field("weight_decay", float, None, "default: 5e-4 with sgd (0 with eeft), 0.01 with adamw (decoupled)"),
     Field("augment", str, "none", "how devices vary training pictures, such as crop=4,flip,brightness=0.2"),
-    Field("gradient", str, "float32", "how the gradient at the cut travels"),
+    Field("gradient", str, "float32", "how the gradient at the cut travels; eft_vit: how the server's changes do"),
     Field("activations", str, "float32", "how the activations at the cut travel"),
     Field("freeze", tuple, (), "beginnings of names of parameters that are not trained, with commas between"),
     Field(
@@ -106,6 +107,13 @@ FIELDS = (
     Field("skips", int, 3, "eeft: light skips into each block of the model"),
     Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
     Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
+    Field(
+        "peft",
+        str,
+        "all",
+        "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
+        "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values",
+    ),
     Field("projection", int, None, "prototypes: values of an embedding; default: 128"),
     Field("distance", str, None, "prototypes: from an embedding to its class's prototype; default: cosine"),
     Field("no_normalise", bool, False, "prototypes: leave the values at the cut as long as they are"),
@@ -114,10 +122,10 @@ FIELDS = (
     *GATE_FIELDS,
 )
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
-            "gradient": GRADIENTS, "activations": ACTIVATIONS, "distance": ("cosine", "l2")}  # fmt: skip
+            "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS, "distance": ("cosine", "l2")}  # fmt: skip
 _OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
+                "recompute", "keep_patches", "peft", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
 _OF_MODULES = ("skips", "complexity", "start_alpha")
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
@@ -299,6 +307,7 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
         modules=modules, optimiser=optimiser_rule(chosen["optimiser"], momentum, decay),
         augment=read_augment(chosen["augment"]), gradient=chosen["gradient"], activations=chosen["activations"],
         freeze=chosen["freeze"], recompute=chosen["recompute"], keep_patches=chosen["keep_patches"],
+        peft=chosen["peft"],
         prototypes=_prototypes(chosen),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from contract.errors import UsageError, suggest
 from contract.tokens import KEPT, Kept, SentRule
-from contract.training import HOLDS, RELEASED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
+from contract.training import HOLDS, MASKED, RELEASED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
 
 ModelArg = int | float | bool | str | None | list["ModelArg"] | dict[str, "ModelArg"]
 
@@ -19,7 +19,8 @@ QUANTIZERS = ("default", "searched", "paper")
 TUNES = ("noise-aware", "paper", "none")
 OPTIMISERS = ("sgd", "adamw")
 GRADIENTS = ("float32", "float16", "int8")
-ACTIVATIONS = ("float32", "float16")
+ACTIVATIONS = ("float32", "float16", "int8")  # int8: of a masked model's features only
+PEFTS = ("all", "head", "bias", "prompt", "lora")  # what of a whole model devices train
 BACKBONE = "backbone."  # beginning of the names that EEFT freezes; nothing of them ever travels
 _CUTS_CURE = "write for example --cuts 1-10, or --cuts 2,6,10"
 _AUGMENT_CURE = "write for example --augment crop=4,flip,brightness=0.2"
@@ -77,6 +78,7 @@ class TrainingChoices:
     recompute: bool
     keep_patches: float | None = None  # share of an image's patches that goes through the part in training
     modules: ModuleChoices | None = None  # where these are trained around the frozen model
+    peft: str = "all"
     prototypes: PrototypeRule | None = None  # of the strategy of that name
 
     def __post_init__(self) -> None:
@@ -102,6 +104,17 @@ class TrainingChoices:
             _require(self.keep_patches is None, "keep-patches and prototypes do not go together")
         share = self.keep_patches
         _require(share is None or 0 < share <= 1, f"keep-patches must be more than 0 and at most 1, found {share}")
+        masked = self.strategy in MASKED
+        if self.activations == "int8" and not masked:
+            raise UsageError(
+                f"--activations int8 belongs to {', '.join(MASKED)}, and the package is for {self.strategy}",
+                "choose float32 or float16",
+            )
+        if holds == "whole" and not masked and share is not None:
+            raise UsageError("--keep-patches is for parts, and the whole model was asked for", "leave it out")
+        _require(self.peft in PEFTS, f"peft must be one of {', '.join(PEFTS)}, found {self.peft!r}")
+        if self.peft != "all" and self.strategy != "fed_avg":
+            raise UsageError(f"--peft {self.peft} was given, but it belongs to fed_avg", "leave it out")
         self._check_release(holds)
 
     @property
@@ -125,7 +138,12 @@ class TrainingChoices:
                 f"{self.strategy} trains the head on devices, and --classes does not say for how many classes",
                 "add --classes N, the number of classes of the site",
             )
-        if holds in RELEASED and self.cuts:
+        if self.strategy in MASKED and len(self.cuts) > 1:
+            raise UsageError(
+                f"{self.strategy} has one local module, and --cuts names {len(self.cuts)} cuts",
+                "give one, as in --split 2",
+            )
+        if holds in RELEASED and self.cuts and self.strategy not in MASKED:
             raise UsageError(
                 f"{self.strategy} has no cut: devices hold the whole model", "leave out --split and --cuts"
             )

@@ -78,7 +78,8 @@ def random_feeds(
     if kept is not None:
         assert patches is not None
         feeds["keep"] = np.stack([rng.permutation(patches)[:kept] for _ in range(batch)]).astype(np.int64)
-        shape[0] = graphs.evaluated_shape[0] - patches + kept
+        if class_count is None:
+            shape[0] = graphs.evaluated_shape[0] - patches + kept
     if class_count is not None:
         feeds["targets"] = np.eye(class_count, dtype=np.float32)[rng.integers(0, class_count, batch)]
     feeds["grad_z"] = rng.standard_normal((batch, *shape), dtype=np.float32)

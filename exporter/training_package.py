@@ -21,12 +21,22 @@ from contract.errors import ExportError, UsageError, suggest
 from contract.images import ImageRule, normalise
 from contract.manifest import digest, to_bytes
 from contract.signature import key_id, sign
-from contract.training import FORMAT, PARAMETERS_NAME, TRAINING_NAME, PrototypeRule, TrainingCut, TrainingPlan
+from contract.training import (
+    FORMAT,
+    MASKED,
+    PARAMETERS_NAME,
+    TRAINING_NAME,
+    PrototypeRule,
+    TrainingCut,
+    TrainingPlan,
+)
 from contract.training import to_bytes as training_to_bytes
 from exporter.build import Report, Surroundings
 from exporter.checkpoint import create_model, image_rule
 from exporter.macs import count_macs
 from exporter.models import Facts, family_of
+from exporter.models._masked import masked_whole
+from exporter.models._peft import add_peft, is_trained
 from exporter.package import (
     next_version,
     previous_manifest,
@@ -49,6 +59,7 @@ from exporter.training_check import TrainingFigures, TrainingRule, check_trainin
 from exporter.training_graph import Loss, TrainingGraphs, make_training_graphs
 
 MODEL_NAME = "model.safetensors"
+LOCAL_BLOCKS, KEPT_SHARE = 2, 0.25  # of EFTViT (algorithms.md 4.1), where the command does not say
 _CHECKED_PIXELS = 32 * 64 * 64  # the gate's batch: 32 images of 64 pixels a side, fewer where they are larger
 _CHECKED_IMAGES = (8, 32)
 
@@ -62,6 +73,7 @@ class Part:
     depth: int
     layer: str
     loss: Loss
+    trained: tuple[str, ...] | None = None  # None: all that --freeze leaves
 
     @property
     def file_names(self) -> tuple[str, str, str]:
@@ -106,6 +118,12 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     elif holds_of(chosen.strategy) == "body":
         model.reset_classifier(0)
         parts = [Part(model, facts.depth, facts.depth, facts.layers[-1], "own-head")]
+    elif chosen.strategy in MASKED:
+        k = check_cuts(chosen.cuts or (LOCAL_BLOCKS,), facts.depth)[0]
+        chosen = replace(chosen, cuts=(k,), keep_patches=chosen.keep_patches or KEPT_SHARE)
+        parts = _masked(_whole(model, facts.depth, head, chosen.classes, plan.seed), k, facts.layers[k - 1])
+    elif chosen.peft != "all":
+        parts = [_tuned(_whole(model, facts.depth, head, chosen.classes, plan.seed), chosen.peft, plan.seed)]
     elif chosen.whole_model:
         parts = [_whole(model, facts.depth, head, chosen.classes, plan.seed)]
     else:
@@ -232,10 +250,32 @@ def _modules(model: nn.Module, choices: ModuleChoices, seed: int) -> SkipNetwork
     return SkipNetwork(model, choices).eval()
 
 
+def _masked(whole: Part, k: int, layer: str) -> list[Part]:
+    """EFTViT's two: the local module, whose features leave the device, and the whole model, in which the layers behind
+    it are frozen and the gradient crosses them."""
+    model, (local, _) = whole.module, family_of(whole.module)[1].cut(whole.module, k)
+    own = {name for name, _ in local.named_parameters()}
+    trained = tuple(n for n, _ in model.named_parameters() if n in own or n.startswith(f"{whole.layer}."))
+    return [Part(local, k, whole.depth, layer, "none"), replace(whole, module=masked_whole(model), trained=trained)]
+
+
+def _tuned(whole: Part, peft: str, seed: int) -> Part:
+    """The whole model with the few parameters that are trained; the others stay as they are."""
+    torch.manual_seed(seed)
+    add_peft(whole.module, peft)
+    names = (name for name, _ in whole.module.named_parameters())
+    return replace(whole, trained=tuple(name for name in names if is_trained(name, peft, whole.layer)))
+
+
 def _name(model: str, chosen: TrainingChoices) -> str:
     """Model, strategy and cuts: packages that differ in these do not get in each other's way on a device."""
-    cuts = "whole" if chosen.whole_model else "-".join(map(str, dict.fromkeys((chosen.cuts[0], chosen.cuts[-1]))))
-    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{model}-{chosen.strategy}-{cuts}")
+    cuts = (
+        "whole"
+        if chosen.whole_model and not chosen.cuts
+        else "-".join(map(str, dict.fromkeys((chosen.cuts[0], chosen.cuts[-1]))))
+    )
+    tuned = "" if chosen.peft == "all" else f"-{chosen.peft}"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{model}-{chosen.strategy}-{cuts}{tuned}")
 
 
 def _check_freeze(freeze: Sequence[str], parts: Sequence[Part]) -> None:
@@ -251,7 +291,7 @@ def _check_freeze(freeze: Sequence[str], parts: Sequence[Part]) -> None:
                 f"write for example --freeze {min(modules)}.",
             )
     for part in parts:
-        if not trained_names(part.module, freeze):
+        if not _trained(part, freeze):
             raise UsageError(
                 f"--freeze {','.join(freeze)} leaves nothing to train at cut {part.index}",
                 "freeze less, or leave out this cut",
@@ -261,6 +301,11 @@ def _check_freeze(freeze: Sequence[str], parts: Sequence[Part]) -> None:
 def trained_names(module: nn.Module, freeze: Sequence[str]) -> tuple[str, ...]:
     """Names of the parameters that are trained."""
     return tuple(name for name, _ in module.named_parameters() if not name.startswith(tuple(freeze)))
+
+
+def _trained(part: Part, freeze: Sequence[str]) -> tuple[str, ...]:
+    left = trained_names(part.module, freeze)
+    return left if part.trained is None else tuple(name for name in left if name in part.trained)
 
 
 def set_modes(module: nn.Module, trained: Sequence[str]) -> None:
@@ -296,18 +341,17 @@ def _finish(
 def _finish_part(
     part: Part, macs: int, input_shape: tuple[int, int, int], chosen: TrainingChoices, kept: Kept | None
 ) -> FinishedPart:
-    if kept is not None and part.loss != "none":
-        raise UsageError("--keep-patches is for parts, and the whole model was asked for", "leave it out")
-    trained = trained_names(part.module, chosen.freeze)
+    trained = _trained(part, chosen.freeze)
+    classes = None if part.loss == "none" else chosen.classes
     set_modes(part.module, trained)
     graphs = make_training_graphs(
         part.module, input_shape, trainable=trained, loss=part.loss, recompute=chosen.recompute,
-        kept_tokens=kept is not None, class_count=chosen.classes, prototypes=chosen.prototypes,
+        kept_tokens=kept is not None, class_count=classes, prototypes=chosen.prototypes,
     )  # fmt: skip
     fewest, most = _CHECKED_IMAGES
     gate = TrainingRule(batch=max(fewest, min(most, _CHECKED_PIXELS // math.prod(input_shape[1:]))))
     checked = check_training_graphs(
-        part.module, graphs, input_shape, rule=gate, class_count=chosen.classes,
+        part.module, graphs, input_shape, rule=gate, class_count=classes,
         kept=kept.count if kept else None, patches=kept.patches if kept else None,
     )  # fmt: skip
     cut = _cut(part, graphs, macs, kept)
@@ -318,7 +362,8 @@ def _finish_part(
 def _cut(part: Part, graphs: TrainingGraphs, macs: int, kept: Kept | None) -> TrainingCut:
     forward, backward, evaluate = part.file_names
     seen = graphs.evaluated_shape
-    shape = (seen[0] - kept.patches + kept.count, *seen[1:]) if kept else graphs.output_shape
+    tokens = kept and part.loss == "none"
+    shape = (seen[0] - kept.patches + kept.count, *seen[1:]) if kept and tokens else graphs.output_shape
     still = (name for name in graphs.buffers if name not in graphs.moved)  # of norms that are frozen: they never travel
     return TrainingCut(
         index=part.index, depth=part.depth, layer=part.layer, forward=forward, backward=backward, evaluate=evaluate,
@@ -362,7 +407,7 @@ def _figures_of_part(part: FinishedPart, sizes: Mapping[str, int], chosen: Train
         "depth": cut.depth,
         "layer": cut.layer,
         "output_shape": list(cut.output_shape),
-        "cut_bytes": cut.output_size * (2 if chosen.activations == "float16" else 4),
+        "cut_bytes": cut.output_size * {"float32": 4, "float16": 2, "int8": 1}[chosen.activations],
         "parameter_bytes": sum(sizes[name] for name in cut.tensors),
         "macs": cut.macs,
         "graph_bytes": sum(map(len, part.files.values())),

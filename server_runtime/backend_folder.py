@@ -64,6 +64,7 @@ class TrainingFolder:
     training: TrainingPlan
     model: str
     model_args: dict[str, Any]
+    peft: str = "all"  # what of the whole model is trained
 
     def sha256(self) -> str:
         """Digest of all that training starts from; reads the weights once."""
@@ -97,7 +98,8 @@ def read(root: Path) -> BackendFolder | TrainingFolder:
         model = str(plan["model"])
         model_args = {str(name): _frozen(value) for name, value in dict(plan["model_args"]).items()}
         if trains:
-            return TrainingFolder(root, package, package_digest, _training(root, package), model, model_args)
+            peft = str(dict(plan.get("training") or {}).get("peft", "all"))
+            return TrainingFolder(root, package, package_digest, _training(root, package), model, model_args, peft)
         return _frontend(root, package, package_digest, model, model_args)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PackageError(f"{root}: export.json or few_shot.json is not as expected: {error!r}", _CURE) from error

@@ -31,6 +31,7 @@ from contract.messages import (
     Checkpoints,
     Gradient,
     Message,
+    PatchFeatures,
     Prototypes,
     Scores,
     Settled,
@@ -136,7 +137,7 @@ class Conductor:
             message = pipe.carried(frame)
             if isinstance(message, Activations) and message.split == "infer":
                 site.requests[Request(frame.device, message.ask, message.batch)] = message
-            elif isinstance(message, Gradient | Settled | Activations | Update | Prototypes):
+            elif isinstance(message, Gradient | Settled | Activations | Update | PatchFeatures | Prototypes):
                 self._take_reply(site, frame.device, message)
             elif isinstance(message, Checkpoints):
                 self._take_checkpoints(site, frame.device, message)
@@ -202,7 +203,10 @@ class Conductor:
         self._gather(site, pending, device, upload)
 
     def _take_reply(
-        self, site: SiteRun, device: str, reply: Gradient | Settled | Activations | Update | Prototypes
+        self,
+        site: SiteRun,
+        device: str,
+        reply: Gradient | Settled | Activations | Update | PatchFeatures | Prototypes,
     ) -> None:
         """Whatever answers another question than the one that is open came too late and is dropped."""
         if site.late.get(device) == reply.ask:

@@ -23,6 +23,7 @@ from contract.messages import (
     Gradient,
     Heartbeat,
     Hello,
+    PatchFeatures,
     Proof,
     Prototypes,
     Refuse,
@@ -37,7 +38,8 @@ from .admission import Admission, Joined
 from .store import Store
 
 T = TypeVar("T")
-REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, Prototypes)  # a device makes them again by ask id
+# A device makes them again by ask id.
+REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures, Prototypes)
 _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.manifest import TransformRules
-from contract.training import HOLDS, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
+from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
 
 from . import strategies
 from .schedule import SCHEDULES
@@ -44,6 +44,12 @@ FIELDS = (
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
     Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
+    Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
+    Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
+    Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
+    Field("medians", float, 1.0, "eft_vit: features of a class, in medians of a device's classes; 0: its largest"),
+    Field("store_mb", int, 1024, "eft_vit: most MiB of features that are kept"),
+    Field("store_rounds", int, 0, "eft_vit: rounds for which a device's features count; 0: until it sends others"),
     Field(
         "threshold",
         str,
@@ -69,16 +75,19 @@ FIELDS = (
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
 _EEFT = frozenset({"threshold", "alone"})
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "local_epochs", "quorum", "cuts", *_EEFT)
+_EFT_VIT = frozenset({"fraction", "server_epochs", "server_rate", "medians", "store_mb", "store_rounds"})
+_OF_ROUNDS = frozenset({"local_epochs", "quorum"}) | _EFT_VIT | _EEFT
+_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
+_IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # which can ask any share of the devices
 _OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
 _WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
 _IGNORED = {
     "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
-    "parts": frozenset({"kappa", "augmentations", "replaced", "local_epochs", "quorum", *_OF_PROTOTYPES}) | _EEFT,
+    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES}),
     "whole": _WHOLE | _EEFT,
-    "body": _WHOLE | _EEFT,
-    "modules": _WHOLE,
+    "body": _WHOLE | _EEFT | _EFT_VIT,
+    "modules": _WHOLE | _EFT_VIT,
 }
 _MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
 
@@ -104,6 +113,12 @@ class Plan:
     local_epochs: int = 1
     quorum: int = 0
     cuts: str = ""
+    fraction: float = 1.0
+    server_epochs: int = 2
+    server_rate: float = 0.0
+    medians: float = 1.0
+    store_mb: int = 1024
+    store_rounds: int = 0
     threshold: str = "auto"
     alone: int = 3
     prototype_strength: float = 1.0
@@ -131,6 +146,7 @@ class Plan:
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
         lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
         lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0, "alone": 0}
+        lowest_of |= {"server_epochs": 1, "store_mb": 1, "store_rounds": 0}
         for name, lowest in lowest_of.items():
             if getattr(self, name) < lowest:
                 raise _wrong(name, f"{lowest} or more", getattr(self, name))
@@ -139,6 +155,11 @@ class Plan:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
+        if not 0 < self.fraction <= 1:
+            raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
+        for name in ("medians", "server_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
@@ -176,8 +197,11 @@ class Plan:
         default, own = parse_cuts(self.cuts)
         if needed != "parts" and self.cuts:
             raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        if self.quorum and needed not in RELEASED and self.strategy != "prototypes":
+        waits = self.strategy in MASKED or self.strategy == "fed_bfpt" or needed not in RELEASED
+        if self.quorum and waits and self.strategy != "prototypes":
             raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
+        if self.fraction < 1 and self.strategy not in _IN_ROUNDS:
+            raise _wrong("fraction", f"left out: {self.strategy} asks all devices", self.fraction)
         if self.local_epochs > 1 and needed not in RELEASED:
             raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
         if self.quorum > len(devices):

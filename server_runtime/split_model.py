@@ -22,6 +22,7 @@ from torch.nn import functional
 from contract.errors import ExportError, PackageError
 from contract.training import PROJECTION, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
+from exporter.models._peft import add_peft
 from exporter.split import create
 
 from .backend import load_module, module_state, place
@@ -69,6 +70,7 @@ def _create(folder: TrainingFolder) -> nn.Module:
     arguments = {**folder.model_args, "num_classes": 0}
     try:
         module = create(folder.model, False, arguments)
+        add_peft(module, folder.peft)
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ExportError(
             f"timm could not build {folder.model} with {arguments}: {error}",

@@ -12,7 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from contract.errors import TrainingError
-from contract.messages import Activations
+from contract.messages import Activations, PatchFeatures
+from contract.patch_features import TYPES
 from contract.training import TrainingCut
 
 from .strategies import Replies
@@ -83,5 +84,26 @@ def check_values(device: str, values: np.ndarray, shape: tuple[int, int], cut: T
         raise _broken(device, "values", "finite values", "NaN or infinity", cure)
 
 
-def _broken(device: str, field: str, expected: str, found: object, cure: str) -> TrainingError:
-    return TrainingError(f"{device}: activations.{field}: expected {expected}, found {found}", cure)
+def check_patch_features(device: str, reply: PatchFeatures, cut: TrainingCut, classes: int, precision: str) -> None:
+    """Hold the features of a balanced set against the cut, the class list, and how the package says they travel.
+
+    Raises:
+        TrainingError: naming the device and the field.
+    """
+    values, labels, scales = reply.values, reply.labels, reply.scales
+    if values is None or labels is None:
+        return
+    if values.shape[1:] != cut.output_shape or values.dtype != TYPES[precision]:
+        expected = f"{precision} tokens {cut.output_shape} at cut {cut.index}"
+        raise _broken(device, "values", expected, f"{values.dtype} {values.shape[1:]}", _UPDATE, "patch_features")
+    if (scales is not None) != (precision == "int8"):
+        raise _broken(device, "scales", "scales with int8 only", scales is not None, _UPDATE, "patch_features")
+    if int(labels.max()) >= classes:
+        cure = "give every device of the site the same list of classes"
+        raise _broken(device, "labels", f"classes below {classes}", int(labels.max()), cure, "patch_features")
+
+
+def _broken(
+    device: str, field: str, expected: str, found: object, cure: str, message: str = "activations"
+) -> TrainingError:
+    return TrainingError(f"{device}: {message}.{field}: expected {expected}, found {found}", cure)

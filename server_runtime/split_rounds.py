@@ -18,7 +18,7 @@ import torch
 from contract.cut_gradient import WireGradient, write_gradient
 from contract.epoch_order import batch_edges
 from contract.errors import TrainingError
-from contract.messages import Activations, Gradient, Prototypes, Settled, Update
+from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
 from contract.training import TrainingCut
 
 from .aggregation import check_part, is_finite, is_usable, weighted_mean
@@ -113,6 +113,23 @@ class Rounds:
         """Devices that have something to train on, as far as is known."""
         return [link for link in self.links.values() if link.samples != 0]
 
+    def pick(self, fraction: float) -> list[Link]:
+        """The devices of a round: so large a share of those with images, one at least, drawn for each round anew."""
+        links = self.with_images
+        count = max(1, round(fraction * len(links)))
+        if count >= len(links):
+            return links
+        drawn = np.random.default_rng([self.settings.seed, self.epoch, 1]).permutation(len(links))[:count]
+        return [links[place] for place in sorted(drawn)]
+
+    def count_usable(self) -> None:
+        """A device gave something that this round can use."""
+        self._usable += 1
+
+    def quarantine(self, device: str) -> None:
+        """A device gave what is not finite: it is left out, and noted."""
+        self.tally.quarantined = ",".join(filter(None, [self.tally.quarantined, device]))
+
     @property
     def steps(self) -> int:
         """Number of the last question that moved parts."""
@@ -186,7 +203,7 @@ class Rounds:
         """
         check_part(link.device, update.tensors, self.w.part(link.cut))
         if not is_finite(update.tensors):
-            self.tally.quarantined = ",".join(filter(None, [self.tally.quarantined, link.device]))
+            self.quarantine(link.device)
             return None
         self._usable += 1
         return {here: update.tensors[name] for name, here in self.w.names_of(link.cut).items()}
@@ -239,6 +256,8 @@ class Rounds:
                 self.tally.bytes_up += reply.values.nbytes + (0 if reply.labels is None else reply.labels.nbytes)
             elif isinstance(reply, Gradient):
                 self.tally.bytes_up += reply.gradient.nbytes
+            elif isinstance(reply, PatchFeatures):
+                self.tally.bytes_up += sum(each.nbytes for each in tensors_of(reply).values())
             elif isinstance(reply, Prototypes) and reply.values is not None:
                 self.tally.bytes_up += reply.values.nbytes + COUNT_BYTES * len(reply.counts)
 

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from exporter import cli
+from tests import eft_package
 
 SIDE_PX = 32
 MODEL = "vit_tiny_patch16_224"
@@ -37,6 +38,7 @@ TRAINING = {  # packages whose parts are trained on the devices
     "vgg": (*_VGG, "--for", "sequential_split", "--cuts", "4,8"),
     "prototypes": (*_CNN, *_SMOOTH, "--for", "prototypes", "--cuts", "4", "--projection", "8", "--augment", "flip"),
     "smooth-vgg": (*_VGG, *_SMOOTH, *_NO_MAXIMA, "--for", "sequential_split", "--cuts", "4,8"),
+    eft_package.NAME: eft_package.WORDS,
 }
 HALF = ("front", "parts", "whole", "masked", "cnn", "smooth-cnn")  # takes about as long as the others and the modules
 

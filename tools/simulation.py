@@ -20,6 +20,7 @@ from contract.messages import (
     Features,
     Gradient,
     Message,
+    PatchFeatures,
     Prototypes,
     Settled,
     Update,
@@ -91,7 +92,7 @@ class Answers:
             self.uploads[name] = self._join(device, messages)
             return self.uploads[name]
         (reply,) = messages
-        if not isinstance(reply, Gradient | Settled | Activations | Update | Prototypes):
+        if not isinstance(reply, Gradient | Settled | Activations | Update | PatchFeatures | Prototypes):
             raise TrainingError(f"{name} answered {ask.name} with {reply.TYPE}", "start with an empty device state")
         return reply
 

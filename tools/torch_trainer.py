@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,11 +19,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from contract.errors import DeviceError, EngineError, RemoteProtocolError, TrainingError
+from contract.errors import DeviceError, RemoteProtocolError, TrainingError
 from contract.training import PARAMETERS_NAME, OptimiserRule, PrototypeRule, TrainingCut
 from edge_runtime.trainer import LOWER_RATE, NEW_RUN, Forward, StepFacts
 from exporter import prototypes
 from exporter.models import family_of
+from exporter.models._masked import masked_whole
 from exporter.training_package import set_modes
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -50,6 +51,9 @@ def part_of(model: nn.Module, cut: TrainingCut, class_count: int | None) -> nn.M
     whole = copy.deepcopy(model)
     if cut.loss == "own-head":
         return whole
+    if cut.loss != "none" and cut.kept is not None:
+        whole.reset_classifier(class_count)
+        return masked_whole(whole)
     if cut.loss == "none":
         part: nn.Module = family_of(whole)[1].cut(whole, cut.index)[0]
         return part
@@ -92,16 +96,14 @@ class TorchTrainer:
     ) -> Forward:  # fmt: skip
         """Images (B, 3, h, w) in train mode; `targets` (B, C) one-hot where the loss is the part's own.
 
-        Raises: EngineError for a part that sees some patches only; TrainingError when the loss is not finite, or a
-        batch has no statistics.
+        `keep` (B, K) patch positions where it takes them.
+        Raises: TrainingError when the loss is not finite, or a batch has no statistics.
         """
-        if keep is not None:
-            raise EngineError("the torch engine knows no parts that leave out patches", "use --engine onnxruntime")
         self.discard()
         if self._statistics:  # a part without norms has none
             torch._foreach_copy_(self._before, self._statistics)
         try:
-            z = self._part(torch.from_numpy(x).to(self._device))
+            z = self._run(x, keep)
         except ValueError as error:  # torch's refusal of one value per channel
             raise TrainingError(f"{error}; nothing was changed", "use batches of two or more") from error
         finally:
@@ -125,9 +127,20 @@ class TorchTrainer:
             raise TrainingError("the loss of a batch is not finite; nothing was changed", LOWER_RATE)
         return Forward(_array(z), loss)
 
-    def backward(self, grad_z: Floats | None = None, pull: Floats | None = None) -> None:
+    def _run(self, x: Floats, keep: NDArray[np.int64] | None) -> Tensor:
+        images = torch.from_numpy(x).to(self._device)
+        return self._part(images) if keep is None else self._part(images, torch.from_numpy(keep).to(self._device))
+
+    @torch.no_grad()
+    def features(self, x: Floats, keep: NDArray[np.int64] | None = None) -> Floats:
+        """z (n, *output_shape) as in training, of the patches in `keep`, without a batch being begun."""
+        return _array(self._run(x, keep))
+
+    def backward(
+        self, grad_z: Floats | None = None, pull: Floats | None = None, only: Collection[str] | None = None
+    ) -> None:
         """Gradients from d loss / d z (B, *output_shape), absent where the loss is the part's own, and from
-        d loss / d distance (B,) of a part with a projection head."""
+        d loss / d distance (B,) of a part with a projection head; with `only`, of some trainable tensors."""
         if self._output is None:
             raise ValueError("backward without a forward")
         output, self._output = self._output, None
@@ -136,7 +149,8 @@ class TorchTrainer:
         if self._distance is not None:
             assert pull is not None
             ends, seeds = [output, self._distance], [seed, torch.from_numpy(pull).to(self._device)]
-        torch.autograd.backward(ends, seeds)
+        inputs = None if only is None else [self._tensors[name] for name in self.cut.trainable if name in only]
+        torch.autograd.backward(ends, seeds, inputs=inputs)
         self._added, self._distance, self._has_gradients = [], None, True
 
     def step(self, learning_rate: float) -> StepFacts:
@@ -146,7 +160,7 @@ class TorchTrainer:
         """
         if not self._has_gradients:
             raise ValueError("a step without gradients")
-        norms = torch._foreach_norm([parameter.grad for parameter in self._trainable])
+        norms = torch._foreach_norm([each.grad for each in self._trainable if each.grad is not None])
         norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         if not math.isfinite(norm):
             self.discard()
@@ -188,14 +202,21 @@ class TorchTrainer:
 
         Raises: RemoteProtocolError when names or shapes are not right: then nothing has changed.
         """
-        expected = {name: tuple(self._tensors[name].shape) for name in (*self.cut.trainable, *self.cut.buffers)}
+        self._take(tensors, (*self.cut.trainable, *self.cut.buffers))
+        self._optimiser, self._steps = self._new_optimiser(), 0
+
+    def load_frozen(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Take over the tensors that are not trained here. Raises: as `load_parameters`."""
+        self._take(tensors, self.cut.frozen)
+
+    def _take(self, tensors: Mapping[str, NDArray[Any]], names: Sequence[str]) -> None:
+        expected = {name: tuple(self._tensors[name].shape) for name in names}
         found = {name: array.shape for name, array in tensors.items()}
         if found != expected:
             wrong = sorted(dict(found.items() ^ expected.items()))
             raise RemoteProtocolError(f"tensor {wrong[0]} of cut {self.cut.index} is not as expected", NEW_RUN)
         self.discard()
         self._put(tensors)
-        self._optimiser, self._steps = self._new_optimiser(), 0
 
     def state(self) -> dict[str, NDArray[Any]]:
         """All that training has moved, by the same names as the device's own trainer has."""
@@ -218,19 +239,31 @@ class TorchTrainer:
                 theirs: torch.from_numpy(state[f"{ours}:{name}"].copy()).to(self._device)
                 for ours, theirs in self._moments.items()
             }
-            count = {"step": torch.tensor(float(self._steps))} if self._rule.kind == "adamw" else {}
+            count = (
+                {"step": torch.tensor(float(self._steps), device=self._place_of_steps)}
+                if self._rule.kind == "adamw"
+                else {}
+            )
             self._optimiser.state[parameter].update({**count, **kept})
 
     @property
     def _moments(self) -> Mapping[str, str]:
         return MOMENTS[self._rule.kind] if self._rule.kind != "sgd" or self._rule.momentum else {}
 
+    @property
+    def _place_of_steps(self) -> torch.device:
+        """Where torch's AdamW counts: its fused kernel beside the weights, the others on the CPU."""
+        return self._device if self._device.type == "cuda" else torch.device("cpu")
+
     def _new_optimiser(self) -> torch.optim.Optimizer:
         rule, trainable = self._rule, self._trainable
         if rule.kind == "sgd":
             return torch.optim.SGD(trainable, lr=0.0, momentum=rule.momentum, weight_decay=rule.weight_decay)
         betas = (rule.beta_1, rule.beta_2)
-        return torch.optim.AdamW(trainable, lr=0.0, betas=betas, eps=rule.epsilon, weight_decay=rule.weight_decay)
+        fused = self._device.type == "cuda"
+        return torch.optim.AdamW(
+            trainable, lr=0.0, betas=betas, eps=rule.epsilon, weight_decay=rule.weight_decay, fused=fused
+        )
 
     @torch.no_grad()
     def _put(self, tensors: Mapping[str, NDArray[Any]]) -> None:

@@ -35,6 +35,7 @@ from edge_runtime.data import Dataset, Sample, load_dataset
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine
 from edge_runtime.equip import find_images, number_classes, open_bar, open_site_secret
+from edge_runtime.equip_parts import read_shipped
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.int8_check import Kernels
@@ -47,9 +48,10 @@ from edge_runtime.part_worker import PartWorker, Pictures
 from edge_runtime.picture_cache import PictureCache
 from edge_runtime.pipeline import Frontend, read_picture
 from edge_runtime.release_ledger import ReleaseLedger
+from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.stages import Stages
 from edge_runtime.state import open_secret, open_state
-from edge_runtime.terms import Terms, device_terms
+from edge_runtime.terms import ROUND_ASKS, Terms, device_terms
 from edge_runtime.trainer import Trainer
 from edge_runtime.training_set import TrainingSet
 from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
@@ -399,11 +401,14 @@ def make_part_device(
     terms = device_terms(config, installed.manifest, installed.digest, count, hashed, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
     head = PartHead(count, secret, plan.optimiser) if terms.label_mode == "client-head" else None
-    keeper = PartKeeper(
-        PartRules(plan, terms.label_mode, wire_labels),
-        TrainingSet(dataset.samples, count, image, plan.augment, read.cache, secret),
-        cast(Callable[[TrainingCut], Trainer], open_part), head, store or MemoryStore(), lambda images: None,
-    )  # fmt: skip
+    rules = PartRules(plan, terms.label_mode, wire_labels)
+    images = TrainingSet(dataset.samples, count, image, plan.augment, read.cache, secret)
+    opened, kept = cast(Callable[[TrainingCut], Trainer], open_part), store or MemoryStore()
+    if plan.strategy in ROUND_ASKS:
+        shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
+        keeper: PartKeeper = RoundKeeper(rules, images, opened, shipped, kept, lambda images: None, fresh)
+    else:
+        keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None)
     return PartDevice(
         config.name, _part_worker(keeper, dataset, installed), keeper, dataset, terms, wire_labels, installed, secret,
         lambda run: None if head is None else head.as_head(), read,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Activations, Gradient, Prototypes, Settled, Update
+from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update
 
 from ..store import Upload
 
@@ -60,6 +60,13 @@ class Settings:
     quorum: int = 0  # 0 waits for all
     threshold: str = "auto"  # as `similarity.read_threshold` reads it
     alone: int = 3  # rounds in which a device is averaged with nobody
+    # What follows is for rounds that ask some devices only, and for EFTViT.
+    fraction: float = 1.0
+    server_epochs: int = 2
+    server_rate: float = 0.0  # 0: as the devices
+    medians: float = 1.0  # of a class's features; 0: the largest class
+    store_mb: int = 1024
+    store_rounds: int = 0  # 0: for ever
     # Of prototypes: lambda_0, alpha, beta (algorithms.md 5.1), and who has copies of the server's half.
     prototype_strength: float = 1.0
     prototype_shift: float = 2.0
@@ -116,7 +123,7 @@ class Progress:
     step: int
 
 
-Reply = Upload | Gradient | Settled | Activations | Update | Prototypes
+Reply = Upload | Gradient | Settled | Activations | Update | PatchFeatures | Prototypes
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
 Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 

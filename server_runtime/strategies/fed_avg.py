@@ -3,6 +3,9 @@ it is averaged after each round.
 
 algorithms.md section 7 (Fed-Full). Symbols: W the whole model with its head, W_i device i's after E local epochs, n_i
 its images. The rate is one for a round. A quorum of devices is enough where the operator says so.
+
+With --fraction a round asks some devices only; with a package for --peft, W's trained tensors alone travel: Fed-Head,
+Fed-Bias, Fed-Prompt and Fed-LoRA.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class FedAvg:
 
     def _train(self, rounds: Rounds, epochs: int) -> Talk[dict[str, dict[str, np.ndarray]]]:
         """The parts of all devices that answered, have images, and gave finite values."""
-        s, links = self._settings, rounds.with_images
+        s, links = self._settings, rounds.pick(self._settings.fraction)
         rate = rounds.tally.lr = rounds.schedule.at(rounds.epoch, 1)
         common = {"cut": links[0].cut.index, "epoch": rounds.epoch + 1, "epochs": epochs}
         common |= {"size": s.batch, "seed": s.seed, "rate": rate}

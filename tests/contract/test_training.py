@@ -187,7 +187,7 @@ FORGED: dict[str, tuple[Callable[[Document], object], str]] = {
     "another_optimiser": (change("optimiser.kind", "adam"), "expected one of sgd, adamw"),
     "another_loss": (change("cuts.0.loss", "mse"), "expected one of none, cross-entropy"),
     "another_gradient": (change("gradient", "int4"), "expected one of float32, float16, int8"),
-    "activations_as_codes": (change("activations", "int8"), "expected one of float32, float16"),
+    "activations_as_codes": (change("activations", "int8"), "expected int8 for eft_vit only, found parallel_split"),
     "an_int_for_a_float": (change("optimiser.momentum", 0), "optimiser.momentum: expected a finite float"),
     "a_bool_for_an_int": (change("cuts.0.saved", True), r"cuts\[0\].saved: expected int"),
     "a_list": (lambda whole: [whole], "expected an object"),

@@ -1,0 +1,45 @@
+"""What a training step of EFTViT costs on the device, by mask ratio, beside the counter of multiply-accumulates.
+
+The device's own trainer on onnxruntime, one thread; each ratio in a process of its own (`reproduce_eft_device`), so
+that its peak of resident memory is known. One package serves all ratios: what is fed decides how many patches are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from server_runtime.report import Results, Table
+from server_runtime.training_macs import VitSizes
+from tools.reproduce_world import ROOT
+
+RATIOS = (0.0, 0.25, 0.5, 0.75, 0.85, 0.95)
+
+
+def measure_all(front: Path, sizes: VitSizes, local: int, batch: int) -> list[dict[str, Any]]:
+    """One row for each ratio, with what the counter says."""
+    rows = []
+    for ratio in RATIOS:
+        words = [sys.executable, "-m", "tools.reproduce_eft_device", str(front), str(ratio), str(batch)]
+        output = subprocess.run(words, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
+        row = json.loads(output)
+        rows.append({**row, "macs": batch * sizes.local_step(row["kept"], local)})
+    return rows
+
+
+def results_of(rows: list[dict[str, Any]], model: str, batch: int) -> Results:
+    """Measured and counted, each beside no mask at all."""
+    first = rows[0]
+    cells = tuple(
+        (
+            f"{row['ratio']:g}", row["kept"], f"{1e3 * row['step_s']:.0f}", f"{first['step_s'] / row['step_s']:.2f}",
+            f"{row['macs'] / 1e9:.2f}", f"{first['macs'] / row['macs']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}",
+        )
+        for row in rows
+    )  # fmt: skip
+    columns = ("mask", "patches", "ms of CPU", "times less", "GMAC", "times less by counter", "peak MB")
+    facts = (("model", model), ("batch", batch), ("threads", 1))
+    return Results("A step of EFTViT on the device", facts, (Table("Cost of a training step", columns, cells),))
