@@ -139,7 +139,7 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     plan = replace(plan, training=chosen, version=version, name=plan.name or _name(plan.model, chosen))
     _check_freeze(chosen.freeze, parts)
     macs = [count_macs(part.module, facts.input_shape) for part in parts]
-    state = (parts[0].module if chosen.whole_model else model).state_dict()
+    state = (parts[0].module if holds_of(chosen.strategy) == "modules" else model).state_dict()
     if chosen.prototypes is not None:
         fitted = fit_prototypes(chosen.prototypes, parts, plan, rule)
         chosen = replace(chosen, prototypes=fitted)
