@@ -127,6 +127,8 @@ _OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
                 "recompute", "keep_patches", "peft", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
 _OF_MODULES = ("skips", "complexity", "start_alpha")
+_OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",
+                 "no_hilbert", "tuning_subsets", "played_sites")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE", "split": "N|auto", "max_leakage": "LIMIT",
@@ -253,6 +255,12 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
         idle = [f"--{name.replace('_', '-')}" for name in _OF_MODULES if settings.origin[name] != "default"]
         if idle and HOLDS[chosen["for"]] != "modules":
             raise UsageError(f"{idle[0]} was given, but {chosen['for']} adds no modules", "it belongs to --for eeft")
+        idle = [f"--{name.replace('_', '-')}" for name in _OF_FRONTENDS if settings.origin[name] != "default"]
+        if idle:  # whoever asks for protection must not believe that it is there
+            raise UsageError(
+                f"{idle[0]} is of frontends, and {chosen['for']} trains parts on devices, which send without noise",
+                f"leave out {', '.join(idle)}",
+            )
         if is_gated:
             raise UsageError(
                 f"--max-leakage is for frontends, and {chosen['for']} trains its part on devices without noise",
@@ -354,11 +362,12 @@ def _export_gated(plan: ExportPlan, gate: GatePlan, form: str) -> int:
 
 def _prototypes(chosen: Mapping[str, Any]) -> PrototypeRule | None:
     """Raises UsageError for options of prototypes where there are none."""
-    given = [name for name in _OF_PROTOTYPES if chosen[name]]
+    given = [name for name in _OF_PROTOTYPES if chosen[name] not in (None, False)]
     if chosen["for"] == "prototypes":
         return PrototypeRule(
-            chosen["projection"] or 128, chosen["distance"] or "cosine", not chosen["no_normalise"],
-            count_step=chosen["count_step"] or 1,
+            128 if chosen["projection"] is None else chosen["projection"], chosen["distance"] or "cosine",
+            not chosen["no_normalise"],
+            count_step=1 if chosen["count_step"] is None else chosen["count_step"],
         )  # fmt: skip
     if given:
         raise UsageError(

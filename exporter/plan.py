@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
+from contract.canonical import INT_MAX
 from contract.errors import UsageError, suggest
 from contract.tokens import KEPT, Kept, SentRule
 from contract.training import HOLDS, MASKED, RELEASED, AugmentRule, Holds, OptimiserRule, Precision, PrototypeRule
@@ -211,6 +212,7 @@ class ExportPlan:
         _require(self.version is None or self.version >= 1, f"version must be 1 or more, found {self.version}")
         _require(self.limit_tuning >= 1, f"limit-tuning must be 1 or more, found {self.limit_tuning}")
         _require(self.tuning_subsets >= 0, f"tuning-subsets must be 0 or more, found {self.tuning_subsets}")
+        _require(0 <= self.seed <= INT_MAX, f"seed must be 0 or more, of at most 63 bits, found {self.seed}")
         sites = self.played_sites
         _require(sites is None or sites >= 1, f"played-sites must be 1 or more, found {sites}")
         if self.training is not None and self.int8:

@@ -179,11 +179,15 @@ class Plan:
     def _check_training(self, training: TrainingPlan | None, devices: Collection[str]) -> None:
         """Whether the package holds what the strategy trains, and has the cuts."""
         needed = HOLDS[self.strategy]
-        # Of whole models with own heads, one that is frozen is no other's.
-        holds = "frontend" if training is None else HOLDS.get(training.strategy)
-        if holds not in OWN_HEADS and training is not None:
-            holds = "parts" if any(cut.loss == "none" for cut in training.cuts) else "whole"
-        if holds != needed:
+        if training is None:
+            holds = {"frontend"}
+        elif HOLDS.get(training.strategy) in OWN_HEADS:  # of these, a model that is frozen is no other's
+            holds = {HOLDS[training.strategy]}
+        else:
+            parts = any(cut.loss == "none" for cut in training.cuts)
+            whole = training.whole_model and any(cut.loss != "none" for cut in training.cuts)
+            holds = ({"parts"} if parts else set()) | ({"whole"} if whole else set())
+        if needed not in holds:
             held = "a frozen frontend" if training is None else f"what {training.strategy} trains"
             raise ConfigError(
                 f"strategy {self.strategy} cannot train the package of this backend, which holds {held}",

@@ -20,6 +20,7 @@ from contract.console import progress
 from contract.errors import DeviceError, UsageError
 from contract.images import pixel_digest, resize
 from contract.keyed_noise import wire_id
+from contract.output import check_output, open_output
 from contract.signature import key_id, load_public
 from edge_runtime.config import PreviewConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
@@ -56,6 +57,7 @@ def preview(config: PreviewConfig, images: Sequence[Path], output: Path, say: Ca
     Raises: PackageError for a package without a decoder, and what is wrong with package, images, settings or disk.
     """
     pictures = picture_paths(images, output)
+    (open_output if output.exists() else check_output)(output)  # made later, for this user's eyes only
     publisher = load_public(config.trust)
     choice = choose_package(config.engine)
     if choice.fallback_reason:
@@ -160,10 +162,10 @@ def write(shown: Preview, output: Path) -> None:
     except OSError as error:
         raise DeviceError(f"{output} cannot be made: {error.strerror}", "give another -o") from error
     drawn = [to_png(pair) for pair in shown.pairs]
+    page = to_html(list(zip(shown.pairs, drawn, strict=True)), shown.settings, shown.package)
     for path, data in zip(shown.pictures, drawn, strict=True):
         write_durably(path, data)
-    page = to_html(list(zip(shown.pairs, drawn, strict=True)), shown.settings, shown.package)
-    write_durably(shown.page, page.encode())
+    write_durably(shown.page, page.encode(errors="backslashreplace"))  # names of files need be no text
 
 
 def document(shown: Preview) -> dict[str, object]:

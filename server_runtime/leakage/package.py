@@ -78,7 +78,7 @@ class Package:
 def read_package(root: Path) -> Package:
     """Open a package and compare its files with the manifest; who signed it matters to devices only.
 
-    Raises: PackageError for a folder that is none, or is damaged; UsageError for splits that cannot be attacked.
+    Raises: PackageError for one that is damaged; UsageError for none, or for splits that cannot be attacked.
     """
     if not (root / manifests.MANIFEST_NAME).is_file():
         raise UsageError(f"{root} is no package: it has no {manifests.MANIFEST_NAME}", _CURE)

@@ -31,3 +31,23 @@ def test_of_a_model_that_nobody_knows_the_nearest_are_named(capsys: pytest.Captu
     assert main(["--list-splits", "nonesuch"]) == 2
     said = capsys.readouterr().err
     assert "has no model 'nonesuch' (the nearest of " in said and len(said) < 500
+
+
+@pytest.mark.parametrize(
+    "flags", [("--sent-patches", "none"), ("--kappa", "1"), ("--alpha", "0.3"), ("--no-hilbert",), ("--tune", "none")]
+)
+def test_protection_that_parts_on_devices_do_not_have_is_refused(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "vit_tiny_patch16_224", "--for", "sequential_split", "--split", "1", *flags]
+    assert main([*words, "-o", str(tmp_path / "parts")]) == 2
+    assert f"{flags[0]} is of frontends" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("seed", ["-5", "99999999999999999999999"])
+def test_a_seed_that_no_generator_takes_is_refused(
+    seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "vit_tiny_patch16_224", "--seed", seed, "-o", str(tmp_path / "front")]
+    assert main(words) == 2
+    assert "63 bits" in capsys.readouterr().err

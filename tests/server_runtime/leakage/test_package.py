@@ -103,7 +103,7 @@ def test_a_changed_file_is_named(exports: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_package_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="is no package"):
+    with pytest.raises(UsageError, match="is no package"):
         read_package(tmp_path)
 
 
