@@ -55,7 +55,7 @@ def _train(plan: ExportPlan, package: Path, folder: Path) -> tuple[Decoder, ...]
         "--steps", plan.preview_steps, "--minutes", plan.preview_minutes, "--learn", plan.limit_tuning,
         "--opset", plan.opset, "--seed", plan.seed, "-o", folder,
     ]  # fmt: skip
-    code = subprocess.run([str(word) for word in words], stdout=sys.stderr).returncode
+    code = subprocess.run([str(word) for word in words], stdout=2).returncode
     if code:
         raise ExportError(f"the training of the preview's decoders ended with exit code {code}", _CURE)
     try:

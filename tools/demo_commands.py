@@ -34,7 +34,7 @@ class Site:
 def command(*words: object) -> None:
     """Run a command to its end, its progress on our stderr. Raises: ExportError."""
     texts = [str(word) for word in words]
-    code = subprocess.run(texts, stdout=sys.stderr).returncode
+    code = subprocess.run(texts, stdout=2).returncode
     if code:
         raise ExportError(f"{Path(texts[0]).name} ended with exit code {code}", "see the lines above")
 

@@ -254,7 +254,7 @@ def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
             *kind, "--release-whole-model", "--augment", "crop=4,flip" if world.name == "full" else "crop=2",
             "--signing-key", key, "--seed", 0, "-o", front,
         ]  # fmt: skip
-        code = subprocess.run([str(word) for word in words], stdout=sys.stderr, cwd=ROOT).returncode
+        code = subprocess.run([str(word) for word in words], stdout=2, cwd=ROOT).returncode
     if code:
         raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
     return front

@@ -209,7 +209,7 @@ def export_variant(world: EftWorld, variant: Variant) -> Path:
             "--weight-decay", 0.05, "--augment", augment_of(world), "--seed", 0, "-o", front,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        code = subprocess.run(list(map(str, words)), stdout=sys.stderr, cwd=ROOT, env=environment).returncode
+        code = subprocess.run(list(map(str, words)), stdout=2, cwd=ROOT, env=environment).returncode
     if code:
         raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
     return front

@@ -212,7 +212,7 @@ def profile(options: argparse.Namespace, root: Path, attacked: Path, weights: Pa
     ]  # fmt: skip
     for words in ([] if (front / "manifest.json").exists() else [exporting]) + [attacking]:
         say(f"== {name}: {words[0]}")
-        code = subprocess.run([sys.executable, "-m", *map(str, words)], stdout=sys.stderr, cwd=ROOT).returncode
+        code = subprocess.run([sys.executable, "-m", *map(str, words)], stdout=2, cwd=ROOT).returncode
         if code:
             raise ExportError(f"{words[0]} ended with exit code {code}", "see the lines above")
 

@@ -278,7 +278,7 @@ def export_domain_package(world: DomainWorld, package: Package) -> Path:
             *(["--calibration", world.public] if package.normalise else ["--no-normalise"]),
             "--augment", world.augment, "--name", front.name, "--seed", 0, "-o", front,
         ]  # fmt: skip
-        code = subprocess.run([str(word) for word in words], stdout=sys.stderr, cwd=ROOT).returncode
+        code = subprocess.run([str(word) for word in words], stdout=2, cwd=ROOT).returncode
         if code:
             raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
         for own in (front / PARAMETERS_NAME, front.with_name(f"{front.name}.backend") / "model.safetensors"):

@@ -159,7 +159,7 @@ def export_part_package(world: SplitWorld, model: str, strategy: str) -> Path:
             sys.executable, "-m", "exporter.cli", "--model", model, *arguments,
             *(whole if HOLDS[strategy] == "whole" else parts), "--augment", "crop=4,flip", "--seed", 0, "-o", front,
         ]  # fmt: skip
-        code = subprocess.run([str(word) for word in words], stdout=sys.stderr, cwd=ROOT).returncode
+        code = subprocess.run([str(word) for word in words], stdout=2, cwd=ROOT).returncode
     if code:
         raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
     return front

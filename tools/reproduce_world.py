@@ -278,6 +278,6 @@ def export_package(world: World) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     texts = [str(word) for word in words]
     environment = {**os.environ, "PYTHONPATH": path}
-    code = subprocess.run(texts, stdout=sys.stderr, cwd=world.package_root, env=environment).returncode
+    code = subprocess.run(texts, stdout=2, cwd=world.package_root, env=environment).returncode
     if code:
         raise ExportError(f"export-frontend ended with exit code {code}", "see the lines above")
