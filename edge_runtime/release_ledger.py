@@ -7,6 +7,7 @@ and refuses; the noise is drawn by `transforms.laplace`, what is told of the cou
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections import defaultdict
@@ -58,8 +59,14 @@ def parse_line(line: bytes) -> tuple[bytes, str, str] | None:
     crc, _, body = line.partition(b"\t")
     if crc != b"%08x" % zlib.crc32(body):
         return None
-    sample_id, *release = body.decode().split("\t")
-    return bytes.fromhex(sample_id), "\t".join(release[:4]), release[4] if len(release) > 4 else UNKNOWN
+    try:
+        sample_id, *release = body.decode().split("\t")
+        text, patches = "\t".join(release[:4]), release[4] if len(release) > 4 else UNKNOWN
+        if not math.isfinite(release_of(text, patches).scale):
+            return None
+        return bytes.fromhex(sample_id), text, patches
+    except ValueError:  # whole, and not of this form
+        return None
 
 
 class ReleaseLedger:
@@ -73,6 +80,7 @@ class ReleaseLedger:
         self._path, self._read_only = path, read_only
         self._released: dict[bytes, dict[str, str]] = defaultdict(dict)  # by image and release text: the patches
         self._texts: dict[str, str] = {}  # each text once, however many images have it
+        self.unreadable = 0  # lines, whose images are not known
         if path.exists():
             self._recover(path.read_bytes(), say)
 
@@ -81,15 +89,17 @@ class ReleaseLedger:
         if whole < len(data) and not self._read_only:
             say(f"release ledger: a torn last line of {len(data) - whole} bytes is cut off")
             os.truncate(self._path, whole)
-        spoiled = 0
         for line in data[:whole].splitlines():
             entry = parse_line(line)
             if entry is None:
-                spoiled += 1
+                self.unreadable += 1
             else:
                 self._remember(*entry)
-        if spoiled:
-            say(f"release ledger: {spoiled} unreadable lines are skipped; what they counted may go out once more")
+        if self.unreadable:
+            say(
+                f"release ledger: unreadable lines are skipped: {self.unreadable}; what they counted may go out once "
+                "more"
+            )
 
     def _remember(self, sample_id: bytes, release_text: str, patches: str) -> None:
         text, shown = (self._texts.setdefault(each, each) for each in (release_text, patches))

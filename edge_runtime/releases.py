@@ -39,6 +39,7 @@ class Account:
     never: int | None  # images of --data of which nothing ever left; None without --data
     max_releases: int
     max_patch_share: float
+    unreadable: int = 0  # lines of the ledger, of which nobody knows what they counted
 
 
 def account(
@@ -48,7 +49,8 @@ def account(
     known = {} if names is None else names
     images = [_of_image(known.get(each, each.hex()), ledger.of(each), ledger.share(each)) for each in ledger.images]
     never = None if names is None else len(set(names) - set(ledger.images))
-    return Account(tuple(sorted(images, key=lambda each: each.image)), never, max_releases, max_patch_share)
+    ordered = tuple(sorted(images, key=lambda each: each.image))
+    return Account(ordered, never, max_releases, max_patch_share, ledger.unreadable)
 
 
 def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageReleases:
@@ -109,13 +111,19 @@ def to_table(found: Account) -> str:
 def summary(found: Account) -> str:
     """One sentence on the whole, with the caps."""
     never = "" if found.never is None else f", nothing of {found.never} others in --data"
+    lost = f"; the ledger is damaged, and {found.unreadable} of its lines may hide more" if found.unreadable else ""
     if not found.images:
-        return f"nothing ever left this device{never}"
+        return (
+            f"nothing is known to have left this device{never}{lost}"
+            if lost
+            else f"nothing ever left this device{never}"
+        )
     draws = max(each.draws for each in found.images)
     share = max(each.patch_share for each in found.images)
     unprotected = sum(each.unprotected > 0 for each in found.images)
     bare = f"; {unprotected} images went without noise to a part that is trained here" if unprotected else ""
     return (
         f"{len(found.images)} images have left{never}; of one image at most {draws} draws (max_releases "
-        f"{found.max_releases}) and {share:.0%} of the patches (max_patch_share {found.max_patch_share:.0%}){bare}"
+        f"{found.max_releases}) and {share:.0%} of the patches (max_patch_share {found.max_patch_share:.0%})"
+        f"{bare}{lost}"
     )

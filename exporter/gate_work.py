@@ -85,6 +85,8 @@ def workplace(
     except OSError as error:
         raise ExportError(f"{root} cannot be made: {error.strerror}", "choose another -o") from error
     found = _read(_Of, root / _KEY_NAME)
+    if found is None and any(root.iterdir()):
+        raise UsageError(f"{root} is needed for a while, and holds what no export made", "move it away, or change -o")
     if found not in (None, mine):
         raise UsageError(
             f"{root} holds what an export with other settings or images had measured",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from contract.errors import DataError
 from edge_runtime.release_ledger import Release, ReleaseLedger
+from edge_runtime.releases import account, summary
 
 IDS = [bytes([number]) * 16 for number in range(5)]
 ONE = Release("ab" * 32, 1, "laplace alpha=0.1", 1.0)
@@ -71,4 +73,16 @@ def test_a_spoiled_line_in_the_middle_is_said_and_the_others_count(tmp_path: Pat
     path.write_bytes(b"".join(lines))
     said: list[str] = []
     ledger = ReleaseLedger(path, said.append)
-    assert [ledger.releases(each) for each in IDS] == [1, 1, 0, 1, 1] and "1 unreadable lines" in said[0]
+    assert [ledger.releases(each) for each in IDS] == [1, 1, 0, 1, 1] and "unreadable lines are skipped: 1;" in said[0]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"zz\tp\t1\tk\t1.0\tall", b"aa\tp\t1\tk\tnan\tall", b"aa\tp\tx\tk\t1.0", b"\xff"]
+)
+def test_a_line_of_another_form_is_unreadable_and_hides_nothing(body: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "release_ledger"
+    path.write_bytes(b"%08x\t%s\n" % (zlib.crc32(body), body))
+    ledger = ReleaseLedger(path, lambda text: None, read_only=True)
+    assert (ledger.unreadable, ledger.images) == (1, ())
+    told = summary(account(ledger, None, 1, 1.0))
+    assert "nothing ever left" not in told and "1 of its lines may hide more" in told
