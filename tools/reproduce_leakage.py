@@ -33,6 +33,7 @@ from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_text
 from tools.demo_model import load_folders
 from tools.output import open_output
+from tools.reproduce_split import numbers, texts
 from tools.reproduce_split_world import DRAW, FULL_CLASSES, FULL_SHOTS, SMALL
 from tools.reproduce_world import ROOT, TASKS, alone, draw_shots, listing, made, members, unpack
 
@@ -98,23 +99,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce-leakage"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
     options = parser.parse_args(argv)
+    options.at = sorted(options.at)
     unknown = [start for start in options.starts if start not in STARTS]
     if unknown or options.epochs < 1 or not all(0 <= each <= options.epochs for each in options.at):
         raise UsageError(
             f"expected starts of {listing(STARTS)} and epochs from 0 to --epochs", "correct --starts, --at or --epochs"
         )
     return options
-
-
-def texts(text: str) -> list[str]:
-    return list(dict.fromkeys(text.split(",")))
-
-
-def numbers(text: str) -> list[int]:
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
 
 
 def unpack_images(scratch: Path, shared: Path) -> dict[str, Path]:

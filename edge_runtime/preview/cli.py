@@ -7,12 +7,8 @@ figures are `pairs`', flags are `edge_runtime.cli`'s.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from contract.errors import DeviceError, UsageError
 from contract.images import pixel_digest, resize
 from contract.keyed_noise import wire_id
 from contract.output import check_output, open_output
+from contract.scratch import scratch_folder
 from contract.signature import key_id, load_public
 from edge_runtime.config import PreviewConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
@@ -118,30 +115,12 @@ def workplace(state: Path) -> Iterator[Path]:
     Those that killed previews left are removed. Raises: DeviceError when the disk refuses.
     """
     try:
-        for leftover in state.glob(".preview-*"):
-            with suppress(OSError), held(leftover):
-                shutil.rmtree(leftover)
-        folder = Path(tempfile.mkdtemp(prefix=".preview-", dir=state))
-        with held(folder):
-            try:
-                for name in ("packages", "engines"):
-                    (folder / name).mkdir()
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        with scratch_folder(".preview-", parent=state) as folder:
+            for name in ("packages", "engines"):
+                (folder / name).mkdir()
+            yield folder
     except OSError as error:
         raise DeviceError(f"{state} cannot be written: {error}", "make room on the disk and start again") from error
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """A lock on a folder. Raises: OSError when another preview has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def picture_paths(images: Sequence[Path], output: Path) -> tuple[Path, ...]:
