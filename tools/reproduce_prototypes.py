@@ -44,7 +44,7 @@ from tools.reproduce_prototypes_world import (
     full_domains,
     quick_domains,
 )
-from tools.reproduce_split import numbers, texts
+from tools.reproduce_split import finished, numbers, texts
 from tools.reproduce_world import ROOT, alone
 
 ROW_SCHEMA = 1
@@ -254,16 +254,6 @@ def command(options: argparse.Namespace, cell: PrototypeCell) -> str:
     words += ["--learning-rate", options.learning_rate, "--schedule", options.schedule]
     words += ["--train-images", options.train_images, "--test-images", options.test_images]
     return shlex.join(map(str, words))
-
-
-def finished(path: Path, head: Row) -> Row | None:
-    """The stored row, if it is whole and answers the same question."""
-    try:
-        row = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
-    return row if same and row.get("curve") else None
 
 
 def line_of(row: Row) -> str:
