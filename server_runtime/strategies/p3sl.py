@@ -146,7 +146,8 @@ class P3SL:
             if judged.classes != rounds.site.classes:
                 found = f"{judged.classes} classes, and the site has {rounds.site.classes}"
                 raise TrainingError(
-                    f"the model is judged by images of {found}", "give --public one folder for each of the site's classes"
+                    f"the model is judged by images of {found}",
+                    "give --public one folder for each of the site's classes",
                 )
             accuracy = w.accuracy(judged)
             values |= {"test_accuracy": accuracy}
