@@ -96,9 +96,8 @@ def test_invariant_1_layers_that_a_device_lacks_count_as_the_servers(model: Mode
 
 def test_invariant_1_one_device_gives_its_own_layers_and_counters_stay_what_they_are(model: Model) -> None:
     of = model(model=RESNET, cuts=(2, 4))
-    run = drive(of, replace(QUIET, epochs=1), [device("a", of, 16, 0, 2)])
-    strategy = run.run()
-    found = weights_of(strategy)
+    run = drive(of, replace(QUIET, epochs=1), [device("a", of, 4, 0, 2)])
+    found = weights_of(run.run())
     held = {f"backend.{name}": value for name, value in run.devices["a"].held().items()}
     assert_same({name: found[name] for name in held}, held)
     counters = [name for name in found if name.endswith("num_batches_tracked")]
@@ -136,11 +135,13 @@ def test_invariant_2_aggregation_leaves_devices_parts_alone(model: Model) -> Non
         assert_same(run.devices[name].held(), last)  # the end hands nothing out
 
 
-@pytest.mark.parametrize(("family", "split"), [("vit", 1), ("vit", 2), ("resnet", 2), ("resnet", 4)])
+@pytest.mark.parametrize(
+    ("family", "split"), [("vit", 1), ("vit", 2), ("resnet", 2), pytest.param("resnet", 4, marks=pytest.mark.slow)]
+)
 def test_invariant_6_without_noise_split_training_is_the_whole_models(family: str, split: int, model: Model) -> None:
     of = model() if family == "vit" else model(model=RESNET, cuts=(2, 4))
     settings = replace(QUIET, epochs=2, aggregate_every=5)
-    alone = device("pi", of, 24, 0, split)
+    alone = device("pi", of, 24 if family == "vit" else 8, 0, split)
     run = drive(of, settings, [alone])
     found = weights_of(run.run())
     wanted = {name: value for name, value in unsplit(of, alone, settings).named().items() if "num_batches" not in name}
@@ -376,8 +377,13 @@ def test_a_short_rest_is_not_worth_a_sleep(model: Model) -> None:
 # -- stops
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("mode", ["raw-label", "client-head"])
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [
+        ("raw-label", 0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("raw-label", 1), ("client-head", 0))),
+    ],
+)
 def test_the_result_does_not_depend_on_when_it_settles_and_starts_anew(mode: str, seed: int, model: Model) -> None:
     of = model(gradient="int8")
     settings = replace(SETTINGS, label_mode=mode, aggregate_every=2, epochs=4)
