@@ -1,8 +1,8 @@
 """Run EFTViT beside Fed-Head, Fed-Bias, Fed-Prompt, Fed-LoRA, Fed-Full and FEDBFPT: one row for each setting and seed.
 
 Studies: main (all methods), mask (EFTViT over mask ratios), blocks (over M_l), threshold (over the sampling threshold),
-full (Fed-Full on masked images), rates (all methods over learning rates, at the first seed and beta; `--rates best` then
-takes the best of them).
+full (Fed-Full on masked images), rates (all methods over learning rates, at the first seed and beta; `--rates best`
+then takes the best of them).
 A finished row is kept in DIR/rows and not computed again; several commands may work on one DIR, each on a share of its
 own (`--share 3/16`), and `--table` puts together what is there. What a row is is `reproduce_eft_rows`' part.
 """

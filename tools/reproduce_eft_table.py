@@ -129,8 +129,8 @@ def results_of(document: Row) -> Results:
                 "What a common accuracy costs",
                 ("setting", "accuracy in %", "reached", "rounds", "MB both ways", "busiest device s"),
                 targets,
-                note="Judged rounds only. Busiest device: the largest local time of any device until then, on the machine "
-                "that played all devices.",
+                note="Judged rounds only. Busiest device: the largest local time of any device until then, on the "
+                "machine that played all devices.",
             ),
             Table("Rounds", ("row", "round: test accuracy in %", "seconds"), curves),
         ),

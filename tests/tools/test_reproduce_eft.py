@@ -104,8 +104,8 @@ def test_options_that_make_no_sense_are_refused(words: list[str], cause: str) ->
 def row(method: str, seed: int, accuracies: list[float], rate: float = 1e-3) -> dict[str, Any]:
     curve = [
         {"round": place, "accuracy": value if value >= 0 else None, "own_accuracy": value, "loss": 1.0,
-         "bytes_up": 10, "bytes_down": 90, "macs_devices": 5.0, "largest_local_s": 2.0, "longest_total_s": 1.5, "local_s": 3.0,
-         "seconds": 4.0}
+         "bytes_up": 10, "bytes_down": 90, "macs_devices": 5.0, "largest_local_s": 2.0,
+         "longest_total_s": 1.5, "local_s": 3.0, "seconds": 4.0}
         for place, value in enumerate(accuracies, start=1)
     ]  # fmt: skip
     local = 2 if method == "eft_vit" else 0
