@@ -59,7 +59,7 @@ def main() -> int:
         from tools import reproduce_eeft
 
         return reproduce_eeft.main(sys.argv[2:])
-    if sys.argv[1:2] == ["eft_vit"]:
+    if sys.argv[1:2] in (["eftvit"], ["eft_vit"]):
         from tools import reproduce_eft
 
         return reproduce_eft.main(sys.argv[2:])

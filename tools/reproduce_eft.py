@@ -33,6 +33,7 @@ from server_runtime.training_macs import sizes_of
 from tools.output import open_output
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
+from tools.reproduce_eft_leaks import AFTER, leaks, table_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
 from tools.reproduce_eft_table import Row, named, results_of, summarise
 from tools.reproduce_eft_world import (
@@ -42,6 +43,7 @@ from tools.reproduce_eft_world import (
     export_variant,
     folders_of,
     full_eft_world,
+    pacs_eft_world,
     quick_eft_world,
 )
 from tools.reproduce_split import finished, numbers, texts
@@ -56,6 +58,7 @@ RATIOS, BLOCKS, THRESHOLDS = (0.0, 0.25, 0.5, 0.85, 0.95), (1, 3, 4, 6), (1.5, 2
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {"seeds": [0], "rounds": 6, "local_epochs": 2, "batch": 16, "engine": "onnxruntime", "betas": [0.1]},
     "full": {"seeds": [0, 1, 2], "rounds": 10, "local_epochs": 2, "batch": 64, "engine": "torch", "betas": [0.1, 1.0]},
+    "pacs": {"seeds": [0, 1, 2], "rounds": 10, "local_epochs": 2, "batch": 64, "engine": "torch", "betas": [0.1]},
 }
 FRACTION, JUDGE_EVERY, WARMUP, SCHEDULE = 0.5, 2, 1, "cosine"
 RATES = {  # highest learning rate of AdamW, on devices and on the server
@@ -85,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
     )  # fmt: skip
     laboratory = EftLaboratory(world, options.engine, effort, options.threads)
+    if options.leaks:
+        show_leaks(options, world, laboratory, cells[0])
+        return 0
     rows, started_s = [], time.monotonic()
     for number, cell in enumerate(cells, start=1):
         if time.monotonic() - started_s > options.stop_after_s:
@@ -103,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce eft_vit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits and a small model: minutes, no archive")
+    parser.add_argument("--dataset", choices=["cifar10", "pacs"], default="cifar10", help="(default: %(default)s)")
     parser.add_argument("--studies", type=texts, default=["main"], help="of: " + ",".join(STUDIES))
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--betas", type=reals, help="Dirichlet (default: 0.1 with --quick, else 0.1,1)")
@@ -129,11 +136,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
     action.add_argument("--cost", action="store_true", help="what a step costs on the device, by mask ratio, and stop")
+    action.add_argument("--leaks", action="store_true", help="what the server reads back from features, and stop")
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.leaks:
+        options.methods, options.rounds = ["eft_vit"], options.rounds or AFTER[-1]
     for name, value in DEFAULTS[world_of(options)].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -146,7 +156,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def world_of(options: argparse.Namespace) -> str:
-    return "quick" if options.quick else "full"
+    return "quick" if options.quick else {"cifar10": "full", "pacs": "pacs"}[options.dataset]
 
 
 def read_only(text: str) -> tuple[list[str], list[float], list[int]]:
@@ -189,10 +199,13 @@ def rates_of(text: str) -> dict[str, tuple[float, float]] | None:
 
 
 def best_rates(folder: Path, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """The rates with which each method came furthest at the first seed and beta. Test images decide, so that these rows
-    flatter every method alike. Raises: UsageError when a method has no row."""
+    """The rates with which each method came furthest at the first seed and beta, for PACS on CIFAR-10. Test images
+    decide, so that these rows flatter every method alike. Raises: UsageError when a method has no row."""
     first = {"seed": options.seeds[0], "beta": options.betas[0], "engine": options.engine, "rounds": options.rounds}
-    rows = [json.loads(path.read_text()) for path in sorted(folder.glob(f"eft-{world_of(options)}-*.json"))]
+    rows = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob(f"eft-{'quick' if options.quick else 'full'}-*.json"))
+    ]
     rows = [row for row in rows if all(row[name] == value for name, value in first.items())]
     found = {}
     for method in options.methods:
@@ -220,6 +233,8 @@ def check(options: argparse.Namespace) -> None:
     for flag, value in (("--shared", options.shared), ("--test-images", options.test_images)):
         if options.quick and value is not None:
             raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+    if options.dataset != "cifar10" and (options.quick or options.test_images is not None):
+        raise UsageError("--dataset pacs has its own images and test images", "leave out --quick and --test-images")
     lowest = ("rounds", "local_epochs", "batch", "judge_every", "threads", "jobs")
     for flag, value, least in [(name, getattr(options, name), 1) for name in lowest] + [
         ("seeds", seed, 0) for seed in options.seeds
@@ -279,6 +294,8 @@ def prepare(options: argparse.Namespace, default: Path, cells: Sequence[EftCell]
     with alone(root):
         if options.quick:
             world = quick_eft_world(root)
+        elif options.dataset == "pacs":
+            world = pacs_eft_world(root, options.shared or ROOT.parent / "shared", DEVICES)
         else:
             world = full_eft_world(root, options.shared or ROOT.parent / "shared", options.test_images, DEVICES)
         if not options.table:
@@ -338,6 +355,16 @@ def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
     page = cost_of(rows, world.model, COST_BATCH)
     print("\n\n".join(map(to_text, page.tables)))
     print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
+
+
+def show_leaks(options: argparse.Namespace, world: EftWorld, laboratory: EftLaboratory, cell: EftCell) -> None:
+    """By the ridge, from what EFTViT's devices sent."""
+    found = leaks(laboratory, cell, world.deal(cell.beta, cell.seed), len(world.classes))
+    if options.format == "json":
+        rows = [asdict(each) for each in found]
+        print_document("reproduce", {"study": "eft_vit-leaks", "world": world.name, "data": world.note, "rows": rows})
+        return
+    print(to_text(table_of(found)))
 
 
 def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row]) -> Row:

@@ -13,7 +13,15 @@ from contract.errors import DataError, UsageError
 from tools import reproduce_eft
 from tools.reproduce_eft import RATES, best_rates, cells_of, parse, share_of
 from tools.reproduce_eft_table import reach, results_of, summarise
-from tools.reproduce_eft_world import METHODS, EftWorld, Variant, full_eft_world
+from tools.reproduce_eft_world import (
+    DOMAINS,
+    METHODS,
+    PACS_TEST,
+    EftWorld,
+    Variant,
+    full_eft_world,
+    pack_domains,
+)
 
 DEVICES = tuple(f"device-{number:02}" for number in range(1, 6))
 
@@ -43,6 +51,22 @@ def test_a_small_beta_leaves_devices_fewer_classes(world: EftWorld) -> None:
         return sum(len({name.split("/")[-2] for name in own}) for dealt in deals for own in dealt.values()) / 25
 
     assert classes(0.1) < classes(10.0) == 3.0
+
+
+def test_each_domain_of_pacs_is_on_devices_of_its_own(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pacs64.zip", "w") as archive:
+        for domain in DOMAINS:
+            for label in ("dog", "house"):
+                for number in range(80):
+                    archive.writestr(f"pacs64/{domain}/{label}/pic_{number}.jpg", b"")
+    pack_domains(tmp_path / "pacs64.zip", tmp_path / "images.zip")
+    devices = tuple(f"{domain}-{number}" for domain in DOMAINS for number in (1, 2))
+    world = EftWorld("pacs", tmp_path, "vit", {}, tmp_path / "w", devices, "", DOMAINS)
+    assert world.classes == ("dog", "house") and len(world.names("test")) == 4 * 2 * PACS_TEST
+    dealt = world.deal(1.0, 0)
+    assert sorted(name for own in dealt.values() for name in own) == world.names("train")
+    for device, own in dealt.items():
+        assert own and {name.split("/")[-1].partition("-")[0] for name in own} == {device.rpartition("-")[0]}
 
 
 def test_a_world_without_archives_says_what_it_needs(tmp_path: Path) -> None:
@@ -88,6 +112,7 @@ def test_packages_are_told_apart_by_what_is_in_them() -> None:
         (["--methods", "fed_lor"], "there is no method 'fed_lor'"),
         (["--studies", "masks"], "there is no study 'masks'"),
         (["--quick", "--shared", "x"], "--shared belongs to the full reproduction"),
+        (["--quick", "--dataset", "pacs"], "--dataset pacs has its own images"),
         (["--rounds", "0"], "--rounds should be 1 or more"),
         (["--fraction", "0"], "--fraction should be more than 0"),
         (["--betas", "0"], "--betas should be more than 0"),
