@@ -202,10 +202,8 @@ def best_rates(folder: Path, options: argparse.Namespace) -> dict[str, tuple[flo
     """The rates with which each method came furthest at the first seed and beta, for PACS on CIFAR-10. Test images
     decide, so that these rows flatter every method alike. Raises: UsageError when a method has no row."""
     first = {"seed": options.seeds[0], "beta": options.betas[0], "engine": options.engine, "rounds": options.rounds}
-    rows = [
-        json.loads(path.read_text())
-        for path in sorted(folder.glob(f"eft-{'quick' if options.quick else 'full'}-*.json"))
-    ]
+    tuned = "quick" if options.quick else "full"
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob(f"eft-{tuned}-*.json"))]
     rows = [row for row in rows if all(row[name] == value for name, value in first.items())]
     found = {}
     for method in options.methods:

@@ -226,7 +226,7 @@ def weights_of(root: Path, shared: Path) -> Path:
 
 
 def pack_domains(archive: Path, target: Path) -> None:
-    """Members pacs64/DOMAIN/CLASS/FILE as pacs/PART/CLASS/DOMAIN-FILE: of each class of each domain as many for tests."""
+    """Members pacs64/DOMAIN/CLASS/FILE as pacs/PART/CLASS/DOMAIN-FILE; as many for tests in each class and domain."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in members(archive):
         _, domain, label, _ = name.split("/")
@@ -243,7 +243,7 @@ def require(path: Path) -> None:
     if not path.is_file():
         raise DataError(
             f"the full reproduction needs {path}, which does not exist",
-            f"give --shared DIR, where DIR holds {ARCHIVE}, {PACS} and {FULL_WEIGHTS}; or use --quick, which needs no files",
+            f"give --shared DIR with {ARCHIVE}, {PACS} and {FULL_WEIGHTS} in it; or use --quick, which needs no files",
         )
 
 
