@@ -350,6 +350,16 @@ def test_rounds_report_compute_bytes_and_loss(played: Run) -> None:
         assert record["asked"] == 3 and record["samples"] == 15
 
 
+def test_devices_and_server_have_rates_of_their_own(world: World, tmp_path: Path) -> None:
+    run = Run(world.strategy(server_rate=1e-12), site_of(world, tmp_path, "torch")).play()
+    assert {ask.parameters["rate"] for ask in run.asks if ask.kind == "masked_round"} == {SETTINGS.learning_rate}
+    now, shipped = run.published(), world.shipped.module.state_dict()
+    for name in world.shipped.plan.cuts[1].frozen:  # theta_g, which the server trains
+        np.testing.assert_allclose(now[f"backend.{name}"], shipped[name].numpy(), atol=1e-9)
+    own = keeper_of(run.devices["jetson"]).local_weights()
+    assert own is not None and max(np.abs(own[name] - shipped[name].numpy()).max() for name in own) > 1e-4
+
+
 def test_a_fraction_of_the_devices_is_asked_and_all_get_the_end(world: World, tmp_path: Path) -> None:
     run = Run(world.strategy(fraction=0.34, epochs=8), site_of(world, tmp_path, "torch")).play()
     asked = [tuple(each.tensors) for each in run.asks[:-1]]
