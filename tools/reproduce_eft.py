@@ -35,7 +35,7 @@ from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
-from tools.reproduce_eft_table import Row, named, results_of, summarise
+from tools.reproduce_eft_table import Row, named, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     METHODS,
     EftWorld,
@@ -46,6 +46,7 @@ from tools.reproduce_eft_world import (
     pacs_eft_world,
     quick_eft_world,
 )
+from tools.reproduce_energy import open_meter
 from tools.reproduce_split import finished, numbers, texts
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
@@ -87,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     effort = EftRates(
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
     )  # fmt: skip
-    laboratory = EftLaboratory(world, options.engine, effort, options.threads)
+    meter = open_meter() if options.share is None else None
+    laboratory = EftLaboratory(world, options.engine, effort, options.threads, meter)
     if options.leaks:
         show_leaks(options, world, laboratory, cells[0])
         return 0
@@ -372,7 +374,7 @@ def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row
         "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
         "batch": options.batch, "label_mode": LABEL_MODE,
         "schedule": f"{SCHEDULE}, {WARMUP} round of warm-up",
-        "cells": summarise(rows, options.target), "rows": list(rows),
+        "cells": summarise(rows, options.target), "rows": list(map(with_result, rows)),
     }  # fmt: skip
 
 

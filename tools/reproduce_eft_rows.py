@@ -23,6 +23,7 @@ from contract.keyed_noise import derive_key
 from contract.training import TrainingCut
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed
+from edge_runtime.meters import Meter
 from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.state import open_state, write_durably
 from exporter.models import family_of
@@ -32,6 +33,7 @@ from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, PartStrategy, Reply, Settings, Site
 from server_runtime.training_macs import VitSizes, sizes_of
 from tools.reproduce_eft_world import EftWorld, Variant, export_variant
+from tools.reproduce_energy import RowEnergy
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SITE, SplitLaboratory, SplitRates, named
 from tools.simulation import Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
@@ -119,16 +121,17 @@ class TimedAnswers(Answers):
 class EftLaboratory(SplitLaboratory):
     """A world, the devices' engine, and what cells share."""
 
-    def __init__(self, world: EftWorld, engine: str, rates: EftRates, threads: int) -> None:
+    def __init__(self, world: EftWorld, engine: str, rates: EftRates, threads: int, meter: Meter | None) -> None:
+        """`meter` is `RowEnergy`'s."""
         super().__init__(world, engine, SplitRates(rates.rounds, rates.batch, 0.0), threads)  # type: ignore[arg-type]
-        self._eft_world, self._eft = world, rates
+        self._eft_world, self._eft, self._meter = world, rates, meter
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         self._images: tuple[Tensor, np.ndarray] | None = None
 
     def row_of(self, cell: EftCell) -> dict[str, Any]:
         """Raises: TrainingError, DeviceError, DataError."""
-        started_s = time.monotonic()
+        started_s, energy = time.monotonic(), RowEnergy(self._meter)
         shipped, installed = self.package(cell)
         devices = self.devices(cell, self._eft_world.devices)
         rates = self._eft
@@ -162,8 +165,7 @@ class EftLaboratory(SplitLaboratory):
             "images": sum(len(device.dataset.samples) for device in devices.values()),
             "devices": len(devices),
             "training_device": f"torch {torch.__version__} on {device_name(self._device)}",
-            "energy_j": None,
-            "energy_reason": "one machine plays all devices",
+            **energy.facts(),
             "seconds": round(time.monotonic() - started_s, 2),
         }
 

@@ -310,6 +310,16 @@ def test_invariant_5_a_sample_shows_the_same_patches_in_every_round(
         assert max(sizes) > 3 * KEPT
 
 
+def test_a_device_with_one_class_an_empty_class_or_one_image_completes(played: Run) -> None:
+    for device, counts in SITE.items():
+        sent = played.features(device)
+        assert len(sent) == 2 and all(each.labels is not None and each.count == sum(counts) for each in sent)
+        assert {int(label) for each in sent if each.labels is not None for label in each.labels} == {
+            label for label, count in enumerate(counts) if count
+        }
+        assert keeper_of(played.devices[device]).local_weights() is not None
+
+
 def test_invariant_6_upload_bytes_are_samples_by_tokens_by_channels_by_width(played: Run) -> None:
     rows = sum(len(each.labels) for device in SITE for each in played.features(device) if each.labels is not None)
     sent = sum(record["bytes_up"] for record in played.records)

@@ -12,7 +12,7 @@ import pytest
 from contract.errors import DataError, UsageError
 from tools import reproduce_eft
 from tools.reproduce_eft import RATES, best_rates, cells_of, parse, share_of
-from tools.reproduce_eft_table import reach, results_of, summarise
+from tools.reproduce_eft_table import reach, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     DOMAINS,
     METHODS,
@@ -150,6 +150,12 @@ def test_what_a_common_accuracy_costs_is_counted_to_the_first_judged_round_that_
     assert head["rounds_to_target"] == 2.0 and head["last"]["mean"] == pytest.approx(0.4)
     (harder, _) = summarise(rows, 0.7)
     assert harder["reached"] == 1 and harder["rounds_to_target"] == 3.0
+
+
+def test_a_row_tells_its_setting_and_its_result() -> None:
+    told = with_result(row("eft_vit", 3, [0.2, 0.6, -1]))
+    assert (told["method"], told["seed"], told["accuracy"], told["bytes"]) == ("eft_vit", 3, 0.6, 300)
+    assert told["setting"] == "eft_vit, beta 0.1, lr 0.001 / 0, r 0.75, M_l 2, 1 x median"
 
 
 def test_tables_show_every_cell_and_every_row() -> None:
