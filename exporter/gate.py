@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from contract.canonical import CanonicalError
+from contract.child import run_child
 from contract.console import say
 from contract.errors import ExportError, GateError, UsageError
 from contract.image_folder import scan
@@ -199,12 +199,12 @@ def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
 
 def _leakage_profile(front: Path, plan: ExportPlan, gate: GatePlan, output: Path, *more: str) -> int:
     """Run it as a command: of the server's rooms the exporter knows only their commands. The exit code."""
-    words = [sys.executable, "-m", "server_runtime.leakage.cli", "--package", str(front), "--public", plan.calibration]
+    words = ["--package", str(front), "--public", str(plan.calibration)]
     words += ["-o", str(output), "--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
     words += [word for name in gate.attacks for word in ("--attack", name)]
     for flag, value in (("--steps", gate.steps), ("--images", gate.images)):
         words += [] if value is None else [flag, str(value)]
-    return subprocess.run([*words, *more], stdout=subprocess.DEVNULL, check=False).returncode
+    return run_child("server_runtime.leakage.cli", [*words, *more], stdout=subprocess.DEVNULL)
 
 
 def _time_ms(onnx: Path, shape: tuple[int, int, int], threads: int) -> float:

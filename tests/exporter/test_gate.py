@@ -13,13 +13,13 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from contract.errors import UsageError
 from contract.leakage import LEAKAGE_NAME, of_package
 from contract.manifest import from_bytes
+from contract.scratch import lock_folder
 from contract.tokens import KEPT, TokenLayout
 from exporter import gate
 from exporter.cli import main
@@ -35,7 +35,6 @@ pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extr
 MODEL = ["--model", tiny.MODEL, *(word for key, value in {**tiny.ARGS, "depth": 2}.items()
                                   for word in ("--model-arg", f"{key}={value}"))]  # fmt: skip
 GATED = ["--split", "auto", "--gate-attacks", "ridge", "--tune", "none", "--sent-patches", "all"]
-COMMAND = subprocess.run
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +47,16 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """leakage-profile in this process, with a short classifier; the flags that it got, of the packages it opened."""
     flags: list[list[str]] = []
 
-    def run(words: Sequence[str], **how: object) -> SimpleNamespace:
-        given = list(words)[3:]
+    def run(module: str, words: Sequence[str], stdout: int) -> int:
+        assert (module, stdout) == (leakage_cli.__name__, subprocess.DEVNULL)
         with contextlib.redirect_stdout(io.StringIO()):  # the exporter throws its table away: it reads the file
-            code = leakage_cli.main(given)
+            code = leakage_cli.main(words)
         if "--check" not in words:
-            flags.append(given)
-        return SimpleNamespace(returncode=code)
+            flags.append(list(words))
+        return code
 
     monkeypatch.setattr("server_runtime.leakage.classifier.STEPS", (5, 5))
-    monkeypatch.setattr(gate.subprocess, "run", run)
+    monkeypatch.setattr(gate, "run_child", run)
     return flags
 
 
@@ -163,6 +162,18 @@ def test_mistakes_are_found_before_the_work(
     assert names(tmp_path) == [] and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+def test_two_exports_into_one_output_at_once_are_refused(
+    export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".front.gate").mkdir()
+    other = lock_folder(tmp_path / ".front.gate")
+    try:
+        assert export(*GATED, "--max-leakage", "ssim<0.9", "--kappa", "0.25", "--int8") == 2
+    finally:
+        os.close(other)
+    assert "another export of the same output is running" in capsys.readouterr().err and not attacked
+
+
 def test_a_limit_of_joules_needs_joules(
     export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,10 +225,9 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
 
 @pytest.mark.slow
 def test_the_command_itself_attacks_a_tuned_package(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing replaced: tuning, both attacks, the trained one for a few steps, and what the sweep promised."""
-    monkeypatch.setattr(gate.subprocess, "run", COMMAND)
     words = [*MODEL, "--calibration", str(public), "-o", str(tmp_path / "front"), "--split", "auto"]
     words += ["--sent-patches", "checkerboard"]
     words += ["--kappa", "0.5", "--max-leakage", "ssim<0.99", "--gate-steps", "20", "--format", "json"]
