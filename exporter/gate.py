@@ -68,6 +68,7 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
         )
     output = Path(plan.output)
     next_version(previous_manifest(output), plan.version, output)  # a wrong target is found before the work
+    _check_attacks(plan, bench.gate)
     splits = list_splits(plan.model, dict(plan.model_args)).splits
     layouts = [TokenLayout(each.prefix, each.grid, each.output_shape[1]) for each in splits]
     planned = candidates(plan, bench.gate, layouts, SPATIAL_PATCHES_MAX)
@@ -75,7 +76,6 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
     public = scan(Path(plan.calibration), None).digest()
     started_s, made = time.monotonic(), 0
     with workplace(output, plan, bench.gate, energies, public) as work:
-        _check_attacks(plan, bench.gate, work.root)
         found: list[Done] = []
         for number, candidate in enumerate(planned):
             done = work.read(number)
@@ -182,7 +182,8 @@ def _refusal(plan: ExportPlan, report: Report, top1: float, limits: Limits) -> s
 
 def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> bytes:
     """The table of one candidate. Raises: ExportError."""
-    code = _leakage_profile(front, plan, gate, output)
+    words = ["--package", str(front), "--public", str(plan.calibration), "-o", str(output)]
+    code = _leakage_profile(plan, gate, words)
     if code:
         raise ExportError(
             f"leakage-profile ended with exit code {code}, see above", "do as it says there; nothing was written"
@@ -190,17 +191,16 @@ def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> byte
     return output.read_bytes()
 
 
-def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
+def _check_attacks(plan: ExportPlan, gate: GatePlan) -> None:
     """Find out before the first export what leakage-profile thinks of its flags. Raises: UsageError."""
-    code = _leakage_profile(scratch, plan, gate, scratch / LEAKAGE_NAME, "--check")
+    code = _leakage_profile(plan, gate, ["--check"])
     if code:
         raise UsageError(f"leakage-profile ends with exit code {code}, see above", "do as it says there")
 
 
-def _leakage_profile(front: Path, plan: ExportPlan, gate: GatePlan, output: Path, *more: str) -> int:
+def _leakage_profile(plan: ExportPlan, gate: GatePlan, more: Sequence[str]) -> int:
     """Run it as a command: of the server's rooms the exporter knows only their commands. The exit code."""
-    words = ["--package", str(front), "--public", str(plan.calibration)]
-    words += ["-o", str(output), "--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
+    words = ["--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
     words += [word for name in gate.attacks for word in ("--attack", name)]
     for flag, value in (("--steps", gate.steps), ("--images", gate.images)):
         words += [] if value is None else [flag, str(value)]
