@@ -243,6 +243,8 @@ def _mistyped(value: object, field: Field, where: str) -> ConfigError:
 
 
 def _found(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # as a number it is of the right kind
     kind = _KINDS.get(type(value), type(value).__name__)
     return f"{value!r}" if isinstance(value, str) else f"{value!r}, {kind}"
 

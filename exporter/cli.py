@@ -281,6 +281,8 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
             f"name one cut, such as --cuts {cuts[-1]}, and export once for each",
         )
     values["split"] = cuts[0] if cuts else None
+    if is_gated and settings.origin["kappa"] == "default":  # it is swept, and no reason to refuse a ceiling
+        values["kappa"] = max(0.0, min(values["kappa"], values["kappa_max"]))
     return ExportPlan(**values, force=force)
 
 

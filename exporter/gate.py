@@ -29,7 +29,7 @@ from contract.tokens import TokenLayout
 from exporter.build import Gated, Report, Surroundings, export
 from exporter.few_shot import FewShotSettings
 from exporter.gate_choice import Energy, Point, choose, judge
-from exporter.gate_energy import energy_of, load_profile, read_energy
+from exporter.gate_energy import energy_of, how_to_know_joules, load_profile, read_energy
 from exporter.gate_plan import GatePlan, candidates
 from exporter.gate_report import GATE_NAME, Outcome, Skipped, to_document
 from exporter.gate_work import Done, workplace
@@ -38,7 +38,6 @@ from exporter.package import next_version, previous_manifest, replace_document
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
 from exporter.runtime import open_session, run_tokens
-from exporter.statistics import SPATIAL_PATCHES_MAX
 from exporter.tune import TuneSettings
 
 _TIMED_RUNS = 20
@@ -71,7 +70,7 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
     _check_attacks(plan, bench.gate)
     splits = list_splits(plan.model, dict(plan.model_args)).splits
     layouts = [TokenLayout(each.prefix, each.grid, each.output_shape[1]) for each in splits]
-    planned = candidates(plan, bench.gate, layouts, SPATIAL_PATCHES_MAX)
+    planned = candidates(plan, bench.gate, layouts)
     energies = _energies(plan, bench.gate, planned, layouts)
     public = scan(Path(plan.calibration), None).digest()
     started_s, made = time.monotonic(), 0
@@ -129,7 +128,7 @@ def _energies(
         raise UsageError(
             f"--max-energy {gate.max_energy_j:g} was given, and the energy of every candidate is unknown: "
             f"{energies[0].source}",
-            "measure the splits on the device (edge-profile -o table.json) and add --energy-table table.json",
+            how_to_know_joules(),
         )
     return energies
 

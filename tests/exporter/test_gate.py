@@ -149,6 +149,11 @@ def test_accuracy_that_cannot_be_measured_is_no_accuracy(
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--max-energy", "-1"], "more than 0 J"),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--gate-images", "0"], "1 or more"),
         (["--cuts", "1,2", "--max-leakage", "ssim<0.3"], "cut 2 leaves nothing to the server"),
+        (["--split", "0", "--max-leakage", "ssim<0.3"], "cut 0 leaves nothing to the device"),
+        (
+            ["--split", "auto", "--max-leakage", "ssim<0.3", "--kappa-max", "-1"],
+            "kappa-max must be 0 or more, found -1",
+        ),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--gate-attacks", "rigde"], "did you mean 'ridge'"),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--for", "sequential_split"], "is for frontends"),
     ],
@@ -206,8 +211,8 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
     plan = tiny.plan(Path("front"), kappa=0.3, kappa_max=0.7, calibration="public", preview=True)
     assert strengths_of(plan, False) == (0.0, 0.25, 0.5, 0.7) and strengths_of(plan, True) == (0.3,)
     assert sent_of(plan, True) == ("all",) and sent_of(plan, False) == KEPT
-    layouts = [TokenLayout(1, (4, 4), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
-    found = candidates(plan, plan_of(), layouts, 4)
+    layouts = [TokenLayout(1, (40, 40), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
+    found = candidates(plan, plan_of(), layouts)
     shown = [(each.split, each.int8, each.sent_patches) for each in found]
     every = ("all", "checkerboard", "quarter", "none")
     assert shown == [
@@ -217,10 +222,13 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
         for sent in rules
     ]
     assert {(each.kappa, each.preview) for each in found} == {(0.0, False)}
-    fixed = candidates(plan, plan_of(cuts=(1,), sent=("quarter",), precisions=(True,)), layouts, 4)
-    assert [(each.split, each.sent_patches) for each in fixed] == [(1, "quarter")]
+    fixed = candidates(plan, plan_of(cuts=(2,), sent=("quarter",), precisions=(True,)), layouts)
+    assert [(each.split, each.sent_patches) for each in fixed] == [(2, "quarter")]
     with pytest.raises(UsageError, match="cut 4 leaves nothing"):
-        candidates(plan, plan_of(cuts=(4,)), layouts, 4)
+        candidates(plan, plan_of(cuts=(4,)), layouts)
+    for cut, sent, said in ((1, "quarter", "few enough to be filled in"), (3, "none", "this model has none")):
+        with pytest.raises(UsageError, match=said):
+            candidates(plan, plan_of(cuts=(cut,), sent=(sent,)), layouts)
 
 
 @pytest.mark.slow
