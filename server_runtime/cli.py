@@ -24,6 +24,7 @@ from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
+from .belongs import check_given
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
@@ -79,6 +80,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])
+    check_given(values["strategy"], resolved.origin)
     folder = backend_folder.read(values["backend"])
     wanted = _plan(resolved, folder)
     devices = {device for names in roster.sites.values() for device in names}

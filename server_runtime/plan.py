@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from contract.canonical import INT_MAX
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.manifest import TransformRules
-from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
+from contract.training import HOLDS, OWN_HEADS, TrainingCut, TrainingPlan
 
 from . import strategies
 from .schedule import SCHEDULES
@@ -73,23 +74,14 @@ FIELDS = (
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )
 
-# Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
-_EEFT = frozenset({"threshold", "alone"})
-_EFT_VIT = frozenset({"fraction", "server_epochs", "server_rate", "medians", "store_mb", "store_rounds"})
-_OF_ROUNDS = frozenset({"local_epochs", "quorum"}) | _EFT_VIT | _EEFT
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
-_IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # which can ask any share of the devices
-_OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
-_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
-_IGNORED = {
-    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
-    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES}),
-    "whole": _WHOLE | _EEFT,
-    "body": _WHOLE | _EEFT | _EFT_VIT,
-    "modules": _WHOLE | _EFT_VIT,
-}
-_MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
+# The most that anything here can be; numbers that pass through JSON and a message have 63 bits.
+_MOST = {
+    "epochs": 1_000_000, "augmentations": 100_000, "seed": INT_MAX, "threads": 1024, "batch": 1 << 16,
+    "local_epochs": 1_000_000, "quorum": 1_000_000, "alone": 1_000_000, "server_epochs": 1_000_000,
+    "store_mb": 1 << 24, "store_rounds": 1_000_000, "warmup": 1_000_000,
+}  # fmt: skip
+_LEAST = {"augmentations": 0, "seed": 0, "warmup": 0, "quorum": 0, "alone": 0, "store_rounds": 0}  # of others 1
 
 
 @dataclass(frozen=True)
@@ -144,12 +136,10 @@ class Plan:
             raise _wrong("label_mode", f"one that the package allows ({', '.join(allowed_modes)})", self.label_mode)
         if not (math.isfinite(self.kappa) and 0 <= self.kappa <= rules.kappa_max):
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
-        lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
-        lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0, "alone": 0}
-        lowest_of |= {"server_epochs": 1, "store_mb": 1, "store_rounds": 0}
-        for name, lowest in lowest_of.items():
-            if getattr(self, name) < lowest:
-                raise _wrong(name, f"{lowest} or more", getattr(self, name))
+        for name, most in _MOST.items():
+            least = _LEAST.get(name, 1)
+            if not least <= getattr(self, name) <= most:
+                raise _wrong(name, f"{least} to {most}", getattr(self, name))
         read_threshold(self.threshold)
         if not 0 <= self.replaced <= 1:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
@@ -199,15 +189,6 @@ class Plan:
                 "export the model with --for prototypes",
             )
         default, own = parse_cuts(self.cuts)
-        if needed != "parts" and self.cuts:
-            raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        waits = self.strategy in MASKED or self.strategy == "fed_bfpt" or needed not in RELEASED
-        if self.quorum and waits and self.strategy != "prototypes":
-            raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
-        if self.fraction < 1 and self.strategy not in _IN_ROUNDS:
-            raise _wrong("fraction", f"left out: {self.strategy} asks all devices", self.fraction)
-        if self.local_epochs > 1 and needed not in RELEASED:
-            raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
         if self.quorum > len(devices):
             raise _wrong("quorum", f"at most the {len(devices)} enrolled devices", self.quorum)
         if training is None or needed != "parts":
@@ -225,7 +206,6 @@ class Plan:
     def differences(self, recorded: Mapping[str, Any], given: frozenset[str]) -> list[str]:
         """Where a recorded plan differs from this one, in fields that are not merely defaults here."""
         always = {"strategy", "backend_sha256", "package_digest"}
-        given = given - (_IGNORED[HOLDS[self.strategy]] - _MEANT.get(self.strategy, frozenset()))
         return [
             f"{field.name} = {recorded.get(field.name)!r}, asked for {getattr(self, field.name)!r}"
             for field in fields(self)
