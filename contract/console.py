@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 
@@ -83,6 +84,8 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message, f"see {self.prog} --help")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # as a path it would be the folder that the command runs in
+            raise argparse.ArgumentError(action, "should be a path, found ''")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:  # in argparse's words it is an "invalid int value"
