@@ -193,3 +193,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

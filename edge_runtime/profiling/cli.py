@@ -284,3 +284,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed by run_command
         os._exit(code)  # a run's worker that is still in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
