@@ -50,7 +50,8 @@ def _of_settings(settings: Settings) -> Iterator[str]:
 
 
 def _of_rows(table: Table) -> Iterator[str]:
-    settings, unprotected = table.settings, []
+    settings = table.settings
+    unprotected: list[float] = []
     found: dict[int, list[float]] = {}
     for row in table.rows:
         (found.setdefault(row.split, []) if row.protected else unprotected).append(
