@@ -57,6 +57,14 @@ class Field:
     help: str
     secret: bool = False
 
+    @property
+    def described(self) -> str:
+        """Its help with its default, where it has one, for --help."""
+        default = ",".join(self.default) if isinstance(self.default, tuple) else self.default
+        if default is None or default is REQUIRED or self.type is bool or default in ("", {}):
+            return self.help
+        return f"{self.help} (default: {default})"
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -54,7 +54,7 @@ def parser() -> ArgumentParser:
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
-            help=field.help,
+            help=field.described,
         )
     purposes = commands.add_mutually_exclusive_group()
     purposes.add_argument(

@@ -79,16 +79,32 @@ FIELDS = (
     Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
     Field("seed", int, 0, "seed of everything random"),
     Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
-    Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
     Field(
-        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
-    ),
+        "tuning_subsets",
+        int,
+        3,
+        "how many more INT8 frontends, each calibrated on its own part of the public images, the backend is tuned "
+        "with, so that it fits no single one; 0: the one that is sent alone",
+    ),  # fmt: skip
+    Field(
+        "played_sites",
+        int,
+        None,
+        "how many small tasks are made of the public images to try learning rates for sites on; more take longer and "
+        "choose more surely; default: 2 to 6, by the size of the backend",
+    ),  # fmt: skip
     Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
     Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
     Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
     Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
-    Field("for", str, "split_adaptation", "strategy that the package is for"),
+    Field(
+        "for",
+        str,
+        "split_adaptation",
+        "strategy of server-run that the package is made for: a frontend that stays as it is for split_adaptation and "
+        "linear_probe, else what devices train",
+    ),  # fmt: skip
     Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
     Field("classes", int, None, "classes of the site, where devices train the whole model"),
     Field("optimiser", str, "sgd", "how training moves the parameters, on devices and on the server"),
@@ -102,11 +118,22 @@ FIELDS = (
         "keep_patches",
         float,
         None,
-        "share of an image's patches that goes through the part in training, the same ones every time; default: all",
+        "share of an image's patches, 0 to 1, that goes through the part in training; default: all, with eft_vit 0.25",
     ),  # fmt: skip
-    Field("skips", int, 3, "eeft: light skips into each block of the model"),
-    Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
-    Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
+    Field("skips", int, 3, "eeft: from so many earlier blocks a light bypass leads into each block of the model"),
+    Field(
+        "complexity",
+        float,
+        0.3,
+        "eeft: how much training prefers to use few of the model's blocks, as a weight beside the task's loss; 0: not "
+        "at all",
+    ),  # fmt: skip
+    Field(
+        "start_alpha",
+        float,
+        -3.0,
+        "eeft: how much of each block's output is used at first, as the logit of a share: -3 means 0.05, 0 means 0.5",
+    ),  # fmt: skip
     Field(
         "peft",
         str,
@@ -190,14 +217,14 @@ def _parser() -> argparse.ArgumentParser:
         if field.name == "model_args":
             parser.add_argument("--model-arg", action="append", default=[], metavar="KEY=VALUE", help=_MODEL_ARG_HELP)
         elif field.name == "max_leakage":
-            parser.add_argument(_flag(field), action="append", metavar=_METAVARS[field.name], help=field.help)
+            parser.add_argument(_flag(field), action="append", metavar=_METAVARS[field.name], help=field.described)
         elif field.type is bool:
-            parser.add_argument(_flag(field), action="store_true", default=None, help=field.help)
+            parser.add_argument(_flag(field), action="store_true", default=None, help=field.described)
         else:
             names = ("-o", _flag(field)) if field.name == "output" else (_flag(field),)
             choices = _CHOICES.get(field.name)
             metavar = None if choices else _METAVARS.get(field.name, field.type.__name__.upper())
-            parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=_help(field))
+            parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=field.described)
     parser.add_argument("--list-splits", metavar="MODEL", help=_SPLITS_HELP)
     parser.add_argument("--add-table", nargs=2, metavar=("FILE", "DIR"), help=_ADD_TABLE_HELP)
     parser.add_argument("--force", action="store_true", help="publish although INT8 is outside its limits; recorded")
@@ -210,12 +237,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _flag(field: Field) -> str:
     return "--" + field.name.replace("_", "-")
-
-
-def _help(field: Field) -> str:
-    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-    shown = default is not None and default is not REQUIRED and default != ""
-    return f"{field.help} (default: {default})" if shown else field.help
 
 
 def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:

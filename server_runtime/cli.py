@@ -5,6 +5,7 @@ Reading flags and files, and saying how it went; everything that decides is left
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -24,7 +25,7 @@ from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
-from .belongs import check_given
+from .belongs import STRATEGIES_OF, check_given
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
@@ -54,11 +55,17 @@ def _parser() -> ArgumentParser:
     }
     metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
     kinds = {Path: "PATH", int: "N", float: "X"}
+    groups: dict[frozenset[str], argparse._ArgumentGroup] = {}
     for field in FIELDS:
         if field.name != "public":
             name = "--" + field.name.replace("_", "-")
             metavar = metavars.get(field.name, kinds.get(field.type))
-            parser.add_argument(name, choices=choices.get(field.name), metavar=metavar, help=field.help)
+            add = parser.add_argument
+            if (owners := STRATEGIES_OF.get(field.name)) is not None:
+                if owners not in groups:
+                    groups[owners] = parser.add_argument_group(_title(owners))
+                add = groups[owners].add_argument
+            add(name, choices=choices.get(field.name), metavar=metavar, help=field.described)
     parser.add_argument(
         "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
     )
@@ -66,6 +73,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: ./cutlayer.toml, where it exists")
     parser.add_argument("--show-config", action="store_true", help="print each setting and where it comes from")
     return parser
+
+
+def _title(owners: frozenset[str]) -> str:
+    """Of the settings that mean something to these strategies alone; the shorter list of names."""
+    others = [name for name in strategies.names() if name not in owners]
+    return f"for {', '.join(sorted(owners))} only" if len(owners) <= len(others) else f"not for {', '.join(others)}"
 
 
 def _main(arguments: Sequence[str] | None) -> int:

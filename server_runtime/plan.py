@@ -43,33 +43,61 @@ FIELDS = (
     Field("learning_rate", float, 0.01, "highest learning rate of training on devices"),
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
-    Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
-    Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
-    Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
-    Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
-    Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
-    Field("medians", float, 1.0, "eft_vit: features of a class, in medians of a device's classes; 0: its largest"),
-    Field("store_mb", int, 1024, "eft_vit: most MiB of features that are kept"),
-    Field("store_rounds", int, 0, "eft_vit: rounds for which a device's features count; 0: until it sends others"),
+    Field("local_epochs", int, 1, "passes of a device over its images between two averagings"),
+    Field("quorum", int, 0, "a round goes on with so many devices when the others are away; 0: it waits for all"),
+    Field("fraction", float, 1.0, "share of the devices, more than 0 to 1, that a round asks; drawn anew each round"),
+    Field("server_epochs", int, 2, "passes of the server over the features that it keeps, in each round"),
+    Field("server_rate", float, 0.0, "highest learning rate of the server's own training; 0: as --learning-rate"),
+    Field(
+        "medians",
+        float,
+        1.0,
+        "how many features a device sends of each of its classes: this many times the images of its median class; "
+        "0: as many as its largest class has images",
+    ),  # fmt: skip
+    Field("store_mb", int, 1024, "most features that the server keeps, in MiB"),
+    Field("store_rounds", int, 0, "for how many rounds a device's features count; 0: until it sends others"),
     Field(
         "threshold",
         str,
         "auto",
-        "eeft: devices this near in their utilisation factors are averaged (0: none, inf: all)",
-    ),
-    Field("alone", int, 3, "eeft: rounds in which a device is averaged with nobody"),
+        "devices are averaged with those whose use of the model's blocks is no further from theirs than this distance; "
+        "0: each alone, inf: all together, auto: found from the largest gap between the distances",
+    ),  # fmt: skip
+    Field("alone", int, 3, "so many rounds each device trains by itself before it is averaged with others"),
     Field(
         "cuts",
         str,
         "",
         "layers on the device: N, and DEVICE=N for single ones, such as 6,pi-3=2; default: the package's first",
     ),
-    Field("prototype_strength", float, 1.0, "prototypes: lambda_0, the pull's weight beside the task's loss; 0: none"),
-    Field("prototype_shift", float, 2.0, "prototypes: alpha, how a device's shift weakens its pull; 0: not at all"),
-    Field("prototype_renewal", float, 0.5, "prototypes: beta, a round's share in the class prototypes, 0 to 1"),
     Field(
-        "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
+        "prototype_strength",
+        float,
+        1.0,
+        "how strongly a device's embeddings are drawn to the common mean of their class (its prototype), as a weight "
+        "beside the task's loss; 0: not at all (the paper's lambda_0)",
+    ),  # fmt: skip
+    Field(
+        "prototype_shift",
+        float,
+        2.0,
+        "how much weaker that is for a device whose own class means lie at a distance from the prototypes: times "
+        "exp(-this x distance); 0: the same for all (the paper's alpha)",
+    ),  # fmt: skip
+    Field(
+        "prototype_renewal",
+        float,
+        0.5,
+        "share of the newest round in a prototype, 0 to 1; the rest is what it was (the paper's beta)",
     ),
+    Field(
+        "server_copies",
+        str,
+        "each",
+        "each: every device trains with a copy of its own of the server's half, and the copies are averaged (SplitFed "
+        "V1); one: devices train one after another with the same half (V2)",
+    ),  # fmt: skip
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )

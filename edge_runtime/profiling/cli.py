@@ -83,7 +83,7 @@ def parser() -> ArgumentParser:
     own = {action.dest for action in commands._actions}
     for field in FIELDS:
         if field.name not in own:
-            run.add_argument("--" + field.name.replace("_", "-"), metavar=field.name.upper(), help=field.help)
+            run.add_argument("--" + field.name.replace("_", "-"), metavar=field.name.upper(), help=field.described)
     return commands
 
 

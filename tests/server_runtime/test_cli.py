@@ -125,6 +125,8 @@ def test_help_names_every_setting_and_strategy(capsys: pytest.CaptureFixture[str
         assert field.name == "public" or "--" + field.name.replace("_", "-") in shown
     for name in strategies.names():
         assert name in shown
+    for default in ("(default: 100)", "(default: runs)", "(default: permuted-label)", "(default: auto)"):
+        assert default in shown
 
 
 def test_the_socket_process_never_imports_torch() -> None:
