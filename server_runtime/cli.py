@@ -136,7 +136,8 @@ def _plan(resolved: Resolved, folder: BackendFolder | TrainingFolder) -> Plan:
     values = {name: value for name, value in resolved.values.items() if name in own}
     if values["kappa"] is None:
         values["kappa"] = folder.manifest.transforms.kappa
-    values["threads"] = values["threads"] or len(os.sched_getaffinity(0))
+    if values["threads"] is None:
+        values["threads"] = len(os.sched_getaffinity(0))
     return Plan(backend_sha256=folder.sha256(), package_digest=folder.package_digest, **values)
 
 

@@ -49,6 +49,7 @@ def run(words: dict[str, str], *more: str) -> int:
         ({"--certificate": "c.pem"}, 2, "certificate_key"),
         ({"--kappa": "9"}, 2, "kappa"),
         ({"--epochs": "0"}, 2, "epochs"),
+        ({"--threads": "0"}, 2, "threads must be 1 to 1024"),
         ({"--epochs": "many"}, 2, "--epochs must be an integer"),
         ({"--label-mode": "raw-label"}, 2, "raw-label"),
         ({"--run": "../up"}, 2, "../up"),
