@@ -6,6 +6,7 @@ exporter.training_package's for parts that devices train.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(argv)
     if arguments.list_splits is not None:
+        _refuse_idle(arguments, "list_splits", "model_arg", "format")
         return _list_splits(arguments.list_splits, read_model_args(arguments.model_arg) or {}, arguments.format)
     flags = {**vars(arguments), "model_args": read_model_args(arguments.model_arg)}
     is_auto = arguments.split == "auto"
@@ -53,6 +55,7 @@ def _run(argv: Sequence[str]) -> int:
         flags["split"] = None
     file = find_file(arguments.config, Path.cwd())
     if arguments.add_table is not None:
+        _refuse_idle(arguments, "add_table", "signing_key", "format", "config")
         return _add_table(*map(Path, arguments.add_table), _key_alone(flags["signing_key"], file), arguments.format)
     settings = resolve("export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file)
     if is_auto:
@@ -72,6 +75,15 @@ def _run(argv: Sequence[str]) -> int:
     else:
         _say_report(report)
     return 0
+
+
+def _refuse_idle(arguments: argparse.Namespace, purpose: str, *known: str) -> None:
+    """Raises UsageError for a flag that would change nothing; settings of files are there for exports."""
+    usual = vars(make_parser().parse_args([]))
+    idle = [name for name, value in vars(arguments).items() if value != usual[name] and name not in (purpose, *known)]
+    if idle:
+        flags = [f"--{name.replace('_', '-')}" for name in (idle[0], purpose)]
+        raise UsageError(f"{flags[0]} has no part in {flags[1]}, which exports nothing", "leave it out")
 
 
 def _list_splits(model: str, model_args: Mapping[str, ModelArg], form: str) -> int:
@@ -124,6 +136,9 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
             f"--cuts names {len(cuts)} cuts, and a package for {chosen['for']} holds one frontend",
             f"name one cut, such as --cuts {cuts[-1]}, and export once for each",
         )
+    for name in ("preview_steps", "preview_minutes"):
+        if settings.origin[name].startswith("--") and not values["preview"]:
+            raise UsageError(f"{settings.origin[name]} is of --preview, which was not given", "add --preview")
     values["split"] = cuts[0] if cuts else None
     if is_gated and settings.origin["kappa"] == "default":  # it is swept, and no reason to refuse a ceiling
         values["kappa"] = max(0.0, min(values["kappa"], values["kappa_max"]))
