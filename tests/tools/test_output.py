@@ -11,8 +11,8 @@ pytest.importorskip("sklearn", reason="the demo's data comes with scikit-learn")
 
 from contract.console import run_command  # noqa: E402  (after the skip)
 from contract.errors import UsageError  # noqa: E402
+from contract.output import open_output  # noqa: E402
 from tools import bench_recovery, demo, make_keys, reproduce  # noqa: E402
-from tools.output import open_output  # noqa: E402
 
 IMPOSSIBLE = ["FILE", "FILE/sub", "/dev/null", "/proc", "/proc/nope"]
 
