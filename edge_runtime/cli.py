@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from edge_runtime.config import (
 )
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_output
+from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
@@ -52,7 +54,7 @@ def parser() -> ArgumentParser:
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
-            help=field.help,
+            help=field.described,
         )
     purposes = commands.add_mutually_exclusive_group()
     purposes.add_argument(
@@ -98,8 +100,10 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | AccountConfig] = device_config
     if arguments.preview:
         needed, settle = PREVIEW_NEEDS, preview_config
+        refuse_idle_flags(arguments, "--preview", PreviewConfig)
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
+        refuse_idle_flags(arguments, "--releases", AccountConfig)
     resolved = resolve_config(flags, environ, arguments.config, directory, needed)
     config = settle(resolved.values)
     if arguments.show_config:
@@ -117,6 +121,19 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
+
+
+def refuse_idle_flags(arguments: argparse.Namespace, purpose: str, config: type) -> None:
+    """A flag that would change nothing was meant to; settings of files are there for other calls as well.
+
+    Raises: UsageError.
+    """
+    known = {field.name for field in fields(config)}
+    names = [field.name for field in FIELDS if field.name not in known and getattr(arguments, field.name) is not None]
+    if arguments.once:
+        names.append("once")
+    if names:
+        raise UsageError(f"--{names[0].replace('_', '-')} has no part in {purpose}", "leave it out")
 
 
 def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
@@ -168,6 +185,7 @@ def print_text(output: Path | None, write: Callable[[], None]) -> None:
 
 def main() -> int:
     """Entry point of edge-run."""
+    stop_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
     code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
@@ -175,3 +193,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,11 +26,11 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from server_runtime import backend_folder, split_model
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.training_macs import sizes_of
-from tools.output import open_output
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
@@ -51,6 +51,7 @@ from tools.reproduce_split import finished, numbers, texts
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone
+from tools.share import WHOLE, read_share, share_of
 
 ROW_SCHEMA = 1
 STUDIES = ("main", "mask", "blocks", "threshold", "full", "rates")
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     root = open_output(options.output)
     rates = {**RATES, **(best_rates(root / "rows", options) if options.rates is None else options.rates)}
-    cells = share_of(cells_of(options, rates), options.share)
+    cells = share_of(cells_of(options, rates), options.share or WHOLE, lambda cell: cell)
     world = prepare(options, root / "scratch" / f"eft-{world_of(options)}", cells)
     if options.prepare:
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -117,7 +118,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--betas", type=reals, help="Dirichlet (default: 0.1 with --quick, else 0.1,1)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="METHOD/BETA/SEED", help="one row of the main study")
-    parser.add_argument("--share", type=share, metavar="N/M", help="every M-th row from the N-th on, and no tables")
+    parser.add_argument(
+        "--share", type=read_share, metavar="I/N", help="every N-th row from the I-th on, and no tables"
+    )
     parser.add_argument("--stop-after-s", type=float, default=math.inf, metavar="S", help="begin no row after that")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 10")
     parser.add_argument("--local-epochs", type=int, help="epochs of a device in a round (default: 2)")
@@ -175,14 +178,6 @@ def reals(text: str) -> list[float]:
         return list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
-
-
-def share(text: str) -> tuple[int, int]:
-    """N/M -> (N, M), N from 1."""
-    first, _, whole = text.partition("/")
-    if not (first.isdecimal() and whole.isdecimal() and 1 <= int(first) <= int(whole)):
-        raise argparse.ArgumentTypeError(f"expected N/M with N from 1 to M, found {text!r}")
-    return int(first), int(whole)
 
 
 def rates_of(text: str) -> dict[str, tuple[float, float]] | None:
@@ -281,11 +276,6 @@ def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float
         if "full" in options.studies:
             found += [replace(cell("fed_full", first, seed), ratio=ratio) for ratio in (0.0, RATIO)]
     return list(dict.fromkeys(found))
-
-
-def share_of(cells: Sequence[EftCell], share: tuple[int, int] | None) -> list[EftCell]:
-    """Every M-th cell from the N-th on."""
-    return list(cells) if share is None else list(cells[share[0] - 1 :: share[1]])
 
 
 def prepare(options: argparse.Namespace, default: Path, cells: Sequence[EftCell]) -> EftWorld:

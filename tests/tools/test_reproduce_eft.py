@@ -11,7 +11,7 @@ import pytest
 
 from contract.errors import DataError, UsageError
 from tools import reproduce_eft
-from tools.reproduce_eft import RATES, best_rates, cells_of, parse, share_of
+from tools.reproduce_eft import RATES, best_rates, cells_of, parse
 from tools.reproduce_eft_table import reach, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     DOMAINS,
@@ -22,6 +22,7 @@ from tools.reproduce_eft_world import (
     full_eft_world,
     pack_domains,
 )
+from tools.share import share_of
 
 DEVICES = tuple(f"device-{number:02}" for number in range(1, 6))
 
@@ -78,7 +79,7 @@ def test_cells_are_seed_by_seed_and_shares_divide_them() -> None:
     options = parse(["--quick", "--betas", "0.1,1", "--seeds", "0,1"])
     cells = cells_of(options, RATES)
     assert len(cells) == 2 * 2 * len(METHODS) and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
-    shares = [share_of(cells, (number, 3)) for number in (1, 2, 3)]
+    shares = [share_of(cells, (number, 3), repr) for number in (1, 2, 3)]
     assert sorted(map(repr, sum(shares, []))) == sorted(map(repr, cells))
     first = cells[0]
     assert (first.ratio, first.local, first.threshold, first.rate) == (0.75, 2, 1.0, RATES["eft_vit"][0])
@@ -118,7 +119,7 @@ def test_packages_are_told_apart_by_what_is_in_them() -> None:
         (["--betas", "0"], "--betas should be more than 0"),
         (["--only", "eft_vit/0.1"], "--only should be METHOD/BETA/SEED"),
         (["--rates", "eft_vit=0"], "a rate above 0"),
-        (["--share", "4/3"], "N from 1 to M"),
+        (["--share", "4/3"], "I from 1 to N"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], cause: str) -> None:
