@@ -124,9 +124,7 @@ class TensorRtEngine:
         if set(names) - {KEEP} != {IMAGES, TOKENS}:
             raise EngineError(f"the plan's tensors should be {IMAGES} and {TOKENS}, found {names}", "remove the plan")
         self._dtypes = {name: np.dtype(library.nptype(self._engine.get_tensor_dtype(name))) for name in names}
-        largest = {
-            name: tuple(self._engine.get_tensor_profile_shape(name, 0)[2]) for name in names if name != TOKENS
-        }
+        largest = {name: tuple(self._engine.get_tensor_profile_shape(name, 0)[2]) for name in names if name != TOKENS}
         for name, shape in largest.items():
             self._take(self._context.set_input_shape(name, shape), f"takes no {name} {shape}")
         largest[TOKENS] = tuple(self._context.get_tensor_shape(TOKENS))
