@@ -41,7 +41,7 @@ class Request:
     types: str  # float16 or float32: of all that is not int8
     batch_usual: int
     batch_most: int
-    patches: int | None  # N of a frontend that takes a choice of patches
+    patches: int  # N, for a frontend that takes a choice of patches
     workspace_share: float  # of the memory that is free when the build begins
     level: int  # TensorRT's optimisation level, 0 to 5
     few_tactics: bool
@@ -157,7 +157,7 @@ def profile_of(builder: Any, network: Any, request: Request) -> Any:
         if tensor.name == IMAGES:
             size = tuple(tensor.shape)[1:]
             profile.set_shape(IMAGES, *((batch, *size) for batch in batches))
-        elif tensor.name == KEEP and request.patches is not None:
+        elif tensor.name == KEEP:
             kept = (1, max(1, request.patches // 2), request.patches)
             profile.set_shape(KEEP, *zip(batches, kept, strict=True))
     return profile

@@ -23,7 +23,7 @@ from edge_runtime.engines._cuda import load_driver, read_gpu
 from edge_runtime.engines.tensorrt import TensorRtEngine, load_library, open_model
 from edge_runtime.install import LIMITS_OF_INSTALL, signal_to_noise_db
 from edge_runtime.plans.build import build_plan
-from edge_runtime.plans.child import Request
+from edge_runtime.plans.child import Outcome, Request
 from edge_runtime.plans.store import PlanKey, PlanRecord, PlanStore, Tried, sha256_of
 
 TYPES = ("float16", "float32")
@@ -32,6 +32,7 @@ MEASURED_RUNS, MEASURED_S, WARM_RUNS = 20, 3.0, 3
 
 Floats = NDArray[np.float32]
 Say = Callable[[str], None]
+Build = Callable[[Request, Callable[[], None], Say], Outcome]
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Frontend:
     """
 
     onnx: Path
-    patches: int | None  # N of one that takes a choice of patches
+    patches: int  # N, where it takes a choice of patches
     images: Floats  # (n, 3, h, w), normalised: the package's golden pictures
     reference: Callable[[], Floats]
 
 
 def open_planned(
-    frontend: Frontend, store: PlanStore, check: Callable[[], None], say: Say
+    frontend: Frontend, store: PlanStore, check: Callable[[], None], say: Say, build: Build = build_plan
 ) -> tuple[TensorRtEngine, PlanRecord]:
     """The engine, and what was measured of every plan that was tried.
 
@@ -60,7 +61,7 @@ def open_planned(
         sha256_of(frontend.onnx), library.__name__, str(library.__version__), gpu.name, gpu.capability, gpu.processors,
         gpu.driver, BATCH_MOST, frontend.patches,
     )  # fmt: skip
-    record = store.find(key, say) or make(frontend, store, key, check, say)
+    record = store.find(key, say) or make(frontend, store, key, check, say, build)
     if record.types is None:
         raise EngineError(
             "; ".join(str(each.refused) for each in record.tried),
@@ -69,7 +70,9 @@ def open_planned(
     return open_model(store.plan, 1), record
 
 
-def make(frontend: Frontend, store: PlanStore, key: PlanKey, check: Callable[[], None], say: Say) -> PlanRecord:
+def make(
+    frontend: Frontend, store: PlanStore, key: PlanKey, check: Callable[[], None], say: Say, build: Build
+) -> PlanRecord:
     """Build, judge and measure each serialisation, and keep the best. Raises: as `open_planned`."""
     expected = frontend.reference()
     tried: list[Tried] = []
@@ -82,7 +85,7 @@ def make(frontend: Frontend, store: PlanStore, key: PlanKey, check: Callable[[],
                 False, str(store.timing_cache), None,
             )  # fmt: skip
             try:
-                outcome = build_plan(request, check, say)
+                outcome = build(request, check, say)
                 tried.append(judge(types, request, outcome.seconds, outcome.workspace_bytes, frontend.images, expected))
             except EngineError as error:  # the other serialisation may need less, or do without a missing kernel
                 failed = error

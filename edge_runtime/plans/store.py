@@ -32,7 +32,7 @@ class PlanKey:
     processors: int
     driver: int
     batch_most: int
-    patches: int | None
+    patches: int
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
-def plan_of(onnx: bytes, most: int = 8, patches: int | None = None, types: str = "float32") -> bytes:
+def plan_of(
+    onnx: bytes, most: int = 8, patches: int | None = None, types: str = "float32", version: str = "10.3.0"
+) -> bytes:
     profile = {"images": [[1, 3, 16, 16], [4, 3, 16, 16], [most, 3, 16, 16]]}
     if patches is not None:
         profile["keep"] = [[1, 1], [4, 2], [most, patches]]
-    header = {"version": "10.3.0", "types": types, "profile": profile}
+    header = {"version": version, "types": types, "profile": profile}
     return b"FAKE-TENSORRT\n" + json.dumps(header).encode() + b"\n" + onnx
 
 
