@@ -226,8 +226,10 @@ def write(path: Path, plan: memoryview) -> None:
 
 def keep_timings(config: Any, request: Request) -> None:
     """What was timed, for the next build here; losing it costs time alone."""
-    timed = None if request.capability or not hasattr(config, "get_timing_cache") else config.get_timing_cache()
-    if request.timing_cache and timed is not None:
+    if request.timing_cache is None or request.capability or not hasattr(config, "get_timing_cache"):
+        return
+    timed = config.get_timing_cache()
+    if timed is not None:
         path = Path(request.timing_cache)
         draft = path.with_name(path.name + ".partial")
         write(draft, memoryview(timed.serialize()))

@@ -54,7 +54,8 @@ class Failure:
 def explain(ended: Ended) -> Failure:
     """What a build that failed ran into, with figures."""
     words = next((line for line in ended.errors if _MEMORY.search(line)), None)
-    said = (words or next(iter(ended.errors), "it says nothing")).strip()[:300]
+    traced = any(line.startswith("Traceback") for line in ended.errors)  # of Python, whose last line tells
+    said = (words or next(iter(ended.errors[-1:] if traced else ended.errors), "it says nothing")).strip()[:300]
     if ended.code == -signal.SIGKILL or words is not None:
         how = "was killed" if ended.code < 0 else f"failed ({said})"
         return Failure(

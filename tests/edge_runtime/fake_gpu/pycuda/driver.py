@@ -141,6 +141,10 @@ class Stream:
         for work in queue:
             work()
 
+    def is_done(self) -> bool:
+        _called("is_done")
+        return not self.queue
+
 
 streams: dict[int, Stream] = {}
 
@@ -173,6 +177,22 @@ def memcpy_dtoh_async(host: np.ndarray, device: DeviceAllocation, stream: Stream
         host[...] = np.frombuffer(device.data[: host.nbytes].tobytes(), host.dtype).reshape(host.shape)
 
     stream.queue.append(copy)
+
+
+def memcpy_dtod_async(to: DeviceAllocation, of: DeviceAllocation, size_bytes: int, stream: Stream) -> None:
+    _called("memcpy_dtod_async")
+    if max(size_bytes - to.data.nbytes, size_bytes - of.data.nbytes) > 0:
+        raise LogicError("memcpy_dtod_async: more bytes than there are")
+
+    def copy() -> None:
+        to.data[:size_bytes] = of.data[:size_bytes]
+
+    stream.queue.append(copy)
+
+
+def memset_d32_async(device: DeviceAllocation, value: int, count: int, stream: Stream) -> None:
+    _called("memset_d32_async")
+    stream.queue.append(lambda: device.data[: 4 * count].view(np.uint32).fill(value))
 
 
 def left() -> list[str]:
