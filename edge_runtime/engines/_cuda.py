@@ -83,6 +83,7 @@ class Owner:
         self._driver = driver
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._last: list[Callable[[], None]] = []
+        self._door, self._closed = threading.Lock(), False
         opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(opened,), name="cuda-owner", daemon=True)
         self._thread.start()
@@ -92,9 +93,10 @@ class Owner:
     def do(self, function: Callable[[], Result]) -> Result:
         """The result of `function`, run in the owner's thread; what it raises is raised here."""
         future: Future[Result] = Future()
-        if not self._thread.is_alive():
-            raise EngineError("the engine is closed", "report this: a closed engine was asked for tokens")
-        self._tasks.put((function, future))
+        with self._door:
+            if self._closed:
+                raise EngineError("the engine is closed", "report this: a closed engine was asked for tokens")
+            self._tasks.put((function, future))
         return future.result()
 
     def at_end(self, function: Callable[[], None]) -> None:
@@ -104,7 +106,10 @@ class Owner:
     def close(self) -> None:
         """Free what `at_end` names and let go of the context; a second call does nothing."""
         atexit.unregister(self.close)
-        self._tasks.put(None)
+        with self._door:
+            if not self._closed:
+                self._tasks.put(None)  # behind all that was asked for
+            self._closed = True
         self._thread.join(CLOSE_S)
 
     def _work(self, opened: Future[None]) -> None:
