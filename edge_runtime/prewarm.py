@@ -13,6 +13,7 @@ from edge_runtime.config import PrewarmConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import open_engine
+from edge_runtime.engines.tensorrt import TensorRtEngine
 from edge_runtime.equip import check_required
 from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
 from edge_runtime.install import install
@@ -56,6 +57,8 @@ def prewarm(config: PrewarmConfig, stop: threading.Event, say: Callable[[str], N
             lambda: check_stop(stop), say,
         )  # fmt: skip
         facts: EngineFacts = engine_facts(opened, installed)
+        if isinstance(opened.engine, TensorRtEngine):
+            opened.engine.close()
     finally:
         state.close()
     manifest = installed.manifest
