@@ -87,6 +87,7 @@ FIELDS = (
     Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
     Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
     Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
+    Field("tensorrt", bool, False, "check that TensorRT, or tensorrt_rtx without a GPU, builds plans of the frontend"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field("for", str, "split_adaptation", "strategy that the package is for"),
     Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
@@ -128,7 +129,7 @@ _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "
                 "recompute", "keep_patches", "peft", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
 _OF_MODULES = ("skips", "complexity", "start_alpha")
 _OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",
-                 "no_hilbert", "tuning_subsets", "played_sites")  # fmt: skip
+                 "no_hilbert", "tuning_subsets", "played_sites", "tensorrt")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
 _SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
 _METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE", "split": "N|auto", "max_leakage": "LIMIT",

@@ -137,7 +137,7 @@ def configure(library: Any, builder: Any, network: Any, request: Request, worksp
         config.progress_monitor = make_monitor(library)
     if request.few_tactics:
         config.set_tactic_sources(0)
-    if request.capability:
+    if request.capability and hasattr(library, "ComputeCapability"):
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(library.ComputeCapability, request.capability), 0)
     elif request.timing_cache and hasattr(config, "create_timing_cache"):
