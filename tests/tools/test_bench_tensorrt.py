@@ -19,6 +19,7 @@ from tools import bench_tensorrt_memory as memory
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_bench_builds_compares_and_times_both_plans(tmp_path: Path) -> None:
     (tmp_path / "front.onnx").write_bytes(quantized_model()[0])
     done = subprocess.run(
