@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from contract.canonical import decode, encode, from_json, to_json
 from contract.console import Progress, progress
-from contract.errors import ConfigError, EngineError
+from contract.errors import ConfigError, EngineError, suggest
 from contract.keyed_noise import class_list_hash, permutation
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
 from edge_runtime.conduct import Identity
@@ -27,7 +27,7 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
 from edge_runtime.delivery import check_stop
-from edge_runtime.engines import open_engine
+from edge_runtime.engines import engine_names, open_engine
 from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
@@ -186,7 +186,9 @@ def equip_state(
 
 
 def check_required(choice: PackageChoice, required: str | None) -> None:
-    """Raises: EngineError when another engine than the required one is sure to run."""
+    """Raises: EngineError when another engine than the required one is sure to run; ConfigError for an unknown name."""
+    if required is not None and required not in engine_names():
+        raise ConfigError(f"no engine is called {required!r}{suggest(required, engine_names())}", "correct --require")
     if required is not None and choice.engine != required:
         raise EngineError(
             f"{required} is required (--require); {choice.fallback_reason or f'--engine names {choice.engine}'}",

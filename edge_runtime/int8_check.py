@@ -98,7 +98,8 @@ def layers_of_plan(report: str | None) -> PlanLayers | None:
         kind = str(layer.get("LayerType", "")).casefold()
         products += "int8" in reads and ("gemm" in kind or "matrix" in kind or "conv" in kind)
         merged |= "ForeignNode" in str(layer.get("Name", ""))
-    return PlanLayers(dict(sorted(counted.items())), None if merged else Kernels(products, (), ()))
+    unknown = merged or (counted["int8"] > 0 and products == 0)  # in words of a version that nobody has read yet
+    return PlanLayers(dict(sorted((+counted).items())), None if unknown else Kernels(products, (), ()))
 
 
 def _plan_type(end: Mapping[str, object]) -> str:

@@ -28,6 +28,10 @@ GET = (
 )
 
 
+class PlanRefusedError(EngineError):
+    """TensorRT does not take the plan at all: only another plan helps."""
+
+
 def load_library() -> Any:
     """TensorRT's Python module. Raises: EngineError that says why there is none."""
     reasons = []
@@ -81,8 +85,12 @@ class TensorRtEngine:
         rtx = " for RTX" if library.__name__ == LIBRARIES[1] else ""
         self.version = f"{library.__version__}{rtx}"
         self._library, self._owner, self._log = library, owner, make_log(library)
-        owner.do(lambda: self._open(plan))
+        self._runtime: Any = None
+        self._engine: Any = None
+        self._context: Any = None
+        self._lane: Lane | None = None
         owner.at_end(self._free)
+        owner.do(lambda: self._open(plan))
         self.threads = self._batch_most  # images that run side by side
         self.layers: PlanLayers | None = layers_of_plan(owner.do(self._inspect))
         self.kernels: Kernels | None = None if self.layers is None else self.layers.kernels
@@ -116,7 +124,8 @@ class TensorRtEngine:
         self._runtime = library.Runtime(self._log)
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
-            raise self._failed("refuses the plan", "it is built again where it cannot be used; see the next lines")
+            failed = self._failed("refuses the plan", "build it again: remove it, or start once more")
+            raise PlanRefusedError(failed.cause, failed.cure)
         self._context = self._engine.create_execution_context()
         if self._context is None:
             raise self._failed("has no memory for the plan", "stop other programs on the GPU, then start again")
@@ -139,6 +148,7 @@ class TensorRtEngine:
 
     def _run_part(self, feed: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
         lane, context = self._lane, self._context
+        assert lane is not None and context is not None
         try:
             for name, array in feed.items():
                 self._take(context.set_input_shape(name, array.shape), f"takes no {name} {array.shape}")
@@ -173,6 +183,8 @@ class TensorRtEngine:
 
     def _free(self) -> None:
         """In this order, in the owner's thread: memory in use by a context may not go first."""
-        self._lane.wait()
-        del self._context, self._engine, self._runtime
-        self._lane.free()
+        if self._lane is not None:
+            self._lane.wait()
+        self._context = self._engine = self._runtime = None
+        if self._lane is not None:
+            self._lane.free()

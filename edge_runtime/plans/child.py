@@ -133,6 +133,7 @@ def configure(library: Any, builder: Any, network: Any, request: Request, worksp
     config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, workspace_bytes)
     config.builder_optimization_level = request.level
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED  # for the count of layers by type
+    config.clear_flag(library.BuilderFlag.TF32)  # float32 means float32: products of 10 bits are float16's business
     if hasattr(config, "progress_monitor"):
         config.progress_monitor = make_monitor(library)
     if request.few_tactics:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from contract.errors import EngineError
 from edge_runtime.engines._cuda import load_driver, read_gpu
-from edge_runtime.engines.tensorrt import TensorRtEngine, load_library, open_model
+from edge_runtime.engines.tensorrt import PlanRefusedError, TensorRtEngine, load_library, open_model
 from edge_runtime.install import LIMITS_OF_INSTALL, signal_to_noise_db
 from edge_runtime.plans.build import build_plan
 from edge_runtime.plans.child import Outcome, Request
@@ -61,7 +61,14 @@ def open_planned(
         sha256_of(frontend.onnx), library.__name__, str(library.__version__), gpu.name, gpu.capability, gpu.processors,
         gpu.driver, BATCH_MOST, frontend.patches,
     )  # fmt: skip
-    record = store.find(key, say) or make(frontend, store, key, check, say, build)
+    record = store.find(key, say)
+    if record is not None and record.types is not None:
+        try:
+            return open_model(store.plan, 1), record
+        except PlanRefusedError as error:
+            say(f"the TensorRT plan is built again: {error.cause}")
+            record = None
+    record = record or make(frontend, store, key, check, say, build)
     if record.types is None:
         raise EngineError(
             "; ".join(str(each.refused) for each in record.tried),

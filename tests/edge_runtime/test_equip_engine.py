@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from contract.errors import EngineError
+from contract.errors import ConfigError, EngineError
 from contract.images import normalise
 from contract.signature import save_public
 from contract.tokens import TokenLayout
@@ -111,5 +111,7 @@ def test_what_is_not_installed_is_named_before_anything_is_done(
     assert choose_package(str(device / "front")) == package_choice.PackageChoice(device / "front", "onnxruntime", None)
     with pytest.raises(EngineError, match=f"(?i)tensorrt is required.*{missing}"):
         prewarm(device, capsys, "--require", "tensorrt")
+    with pytest.raises(ConfigError, match="tensort.*did you mean 'tensorrt'"):
+        prewarm(device, capsys, "--require", "tensort")
     monkeypatch.setattr(package_choice, "find_spec", lambda name: object())
     assert choose_package(str(device / "front")).engine == "tensorrt"

@@ -141,6 +141,15 @@ def test_a_plan_that_is_not_whole_is_never_opened(world: World, damage: str, mon
     assert sum("built again" in text for text in world.said) == 1
 
 
+def test_a_whole_plan_that_tensorrt_refuses_is_built_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.open()
+    refused = world.record.types
+    monkeypatch.setenv("FAKE_TRT", f"none={refused}")
+    world.open()
+    assert world.built == ["float16", "float32"] * 2 and world.record.types not in (None, refused)
+    assert "refuses the plan" in " ".join(world.said)
+
+
 def test_a_plan_and_record_of_another_device_are_foreign(world: World) -> None:
     world.open()
     world.secret = "another"

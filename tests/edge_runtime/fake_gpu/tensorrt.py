@@ -27,6 +27,7 @@ MAGIC = b"FAKE-TENSORRT\n"
 float16, float32 = "HALF", "FLOAT"
 LayerInformationFormat = SimpleNamespace(JSON="json")
 NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
+BuilderFlag = SimpleNamespace(TF32="tf32")
 MemoryPoolType = SimpleNamespace(WORKSPACE="workspace")
 ProfilingVerbosity = SimpleNamespace(DETAILED="detailed")
 
@@ -141,6 +142,9 @@ class Config:
 
     def set_memory_pool_limit(self, pool: str, size_bytes: int) -> None:
         assert size_bytes > 0
+
+    def clear_flag(self, flag: str) -> None:
+        assert flag == "tf32"
 
     def set_tactic_sources(self, sources: int) -> None:
         assert sources == 0
