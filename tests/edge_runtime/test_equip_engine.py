@@ -13,12 +13,14 @@ from safetensors.numpy import save
 
 from contract.errors import ConfigError, EngineError
 from contract.images import normalise
-from contract.signature import save_public
+from contract.signature import key_id, save_public
 from contract.tokens import TokenLayout
 from edge_runtime import package_choice
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.engines import open_engine
+from edge_runtime.engines.tensorrt import TensorRtEngine
 from edge_runtime.package_choice import choose_package
+from edge_runtime.profiling.frontends import Images, frontends, verify
 from tests.edge_runtime import fake_package
 from tests.edge_runtime.fake_package import IMAGE, PUBLISHER, SIZE
 from tests.edge_runtime.onnx_bytes import quantized_model
@@ -115,3 +117,24 @@ def test_what_is_not_installed_is_named_before_anything_is_done(
         prewarm(device, capsys, "--require", "tensort")
     monkeypatch.setattr(package_choice, "find_spec", lambda name: object())
     assert choose_package(str(device / "front")).engine == "tensorrt"
+
+
+@pytest.mark.slow
+def test_edge_profile_measures_tensorrt_by_a_plan_of_its_own(
+    device: Path,
+    cuda: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[TensorRtEngine] = []
+    real = TensorRtEngine.__init__
+    monkeypatch.setattr(TensorRtEngine, "__init__", lambda self, *given: opened.append(self) or real(self, *given))
+    said: list[str] = []
+    (device / "work").mkdir()
+    trusted = {key_id(PUBLISHER.public_key()): PUBLISHER.public_key()}
+    packages = verify([str(device / "front.plan")], trusted, device / "work", 1, said.append)
+    (candidate,) = frontends(packages, Images(None), 1, 0)
+    assert candidate.point.engine == "tensorrt 10.3.0"
+    (phase,) = candidate.open()
+    assert phase.run() == 8 and len([text for text in said if "plan: built in" in text]) == 2
+    for engine in opened:
+        engine.close()

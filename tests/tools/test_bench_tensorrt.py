@@ -65,3 +65,30 @@ def test_the_memory_checks_see_a_stream_that_keeps_no_order(
     finally:
         owner.close()
     cuda.forget()  # what the broken stream left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vit", "swin", "resnet", "vgg"])
+def test_the_stand_in_computes_what_onnxruntime_does_in_both_types(family: str, cuda: ModuleType) -> None:  # noqa: F811
+    torch, onnx = pytest.importorskip("torch"), pytest.importorskip("onnx")
+    from edge_runtime.engines import open_engine
+    from edge_runtime.install import signal_to_noise_db
+    from tests.exporter.test_tensorrt import exported
+    from tools.standin import tensorrt as standin
+
+    plain, int8, _ = exported(family)
+    images = np.random.default_rng(0).standard_normal((3, 3, 64, 64)).astype(np.float32)
+    for data, least_db in ((plain, (100.0, 50.0)), (int8, (35.0, 30.0))):
+        expected = open_engine("onnxruntime", data, 1).run(images)
+        for types, least in zip((torch.float32, torch.float16), least_db, strict=True):
+            model = onnx.load_from_string(data)
+            values = {
+                each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in model.graph.initializer
+            }
+            values["images"] = torch.from_numpy(images)
+            with torch.no_grad():
+                for node in model.graph.node:
+                    standin.run_node(torch, node, values, types)
+            found_db = signal_to_noise_db(expected, values["tokens"].float().numpy())
+            print(family, types, f"{found_db:.1f} dB")
+            assert found_db > least
