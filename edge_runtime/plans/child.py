@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -60,7 +59,7 @@ class Outcome:
     layers: dict[str, int]  # of the network, by the type of what they give
     free_bytes: int
     workspace_bytes: int
-    peak_bytes: int  # most memory that this process held
+    peak_bytes: int | None  # most memory that this process held
 
 
 def main() -> int:
@@ -237,9 +236,13 @@ def keep_timings(config: Any, request: Request) -> None:
         os.replace(draft, path)
 
 
-def peak_bytes() -> int:
-    """The most memory that this process held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes() -> int | None:
+    """The most memory that this process held; None where the system does not tell. (ru_maxrss tells the parent's.)"""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 if __name__ == "__main__":

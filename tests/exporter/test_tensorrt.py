@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,27 @@ def test_both_plans_of_every_family_are_built_in_float_and_int8(family: str, tmp
 def test_a_choice_of_patches_gets_a_profile_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "front.onnx").write_bytes(quantized_model(masked=True)[0])
     assert all(plan["plan_bytes"] > 0 for plan in check_plans(tmp_path / "front.onnx", 4, tmp_path))
+
+
+@pytest.mark.slow
+@needs_tensorrt_rtx
+def test_a_real_build_that_is_killed_half_way_leaves_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "front.onnx").write_bytes(exported("swin")[1])
+    request = {
+        "onnx": str(tmp_path / "front.onnx"), "plan": str(tmp_path / "float16.plan"), "types": "float16",
+        "batch_usual": 4, "batch_most": 8, "patches": 64, "workspace_share": 0.25, "level": 3, "few_tactics": False,
+        "timing_cache": None, "capability": "SM86",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "edge_runtime.plans.child", json.dumps(request)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    while b"fraction" not in child.stdout.readline():
+        pass
+    child.kill()
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["front.onnx"]
+    assert check_plans(tmp_path / "front.onnx", 64, tmp_path)[0]["plan_bytes"]
 
 
 def test_the_check_tells_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
