@@ -9,10 +9,12 @@ import argparse
 import asyncio
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,11 @@ from edge_runtime.config import (
     AccountConfig,
     DeviceConfig,
     PreviewConfig,
+    PrewarmConfig,
     account_config,
     device_config,
     preview_config,
+    prewarm_config,
     resolve_config,
 )
 from edge_runtime.report import Report, document, to_csv, to_table
@@ -73,6 +77,11 @@ def parser() -> ArgumentParser:
         action="store_true",
         help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
     )
+    purposes.add_argument(
+        "--prewarm",
+        action="store_true",
+        help="install the package and build the TensorRT plan now, and stop. Needs --engine, --trust and --state",
+    )
     commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
     commands.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
@@ -97,8 +106,10 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
     needed: tuple[str, ...] | None = None
-    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | AccountConfig] = device_config
-    if arguments.preview:
+    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | PrewarmConfig | AccountConfig] = device_config
+    if arguments.prewarm:
+        needed, settle = PREVIEW_NEEDS, prewarm_config
+    elif arguments.preview:
         needed, settle = PREVIEW_NEEDS, preview_config
         refuse_idle_flags(arguments, "--preview", PreviewConfig)
     elif arguments.releases:
@@ -113,6 +124,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return show_preview(config, arguments)
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
+    if isinstance(config, PrewarmConfig):
+        return show_prewarmed(config, arguments)
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
@@ -147,6 +160,26 @@ def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
         print_document("edge-run-preview", previews.document(shown))
     else:
         print(previews.in_words(shown))
+    return 0
+
+
+def show_prewarmed(config: PrewarmConfig, arguments: argparse.Namespace) -> int:
+    """What the next run finds ready, on stdout or in -o; stops on SIGTERM. Raises: CutlayerError."""
+    if arguments.format == "csv":
+        raise UsageError("what was made ready is told as a table or as json", "use --format json")
+    from edge_runtime import prewarm  # as below
+    from edge_runtime.delivery import Stopped
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        ready = prewarm.prewarm(config, stop, say)
+    except Stopped:
+        return 0
+    if arguments.format == "json":
+        print_text(arguments.output, lambda: print_document("edge-run-prewarm", asdict(ready)))
+    else:
+        print_text(arguments.output, lambda: print(prewarm.in_words(ready)))
     return 0
 
 

@@ -48,6 +48,7 @@ from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
 from exporter.split import check_cut, split_tokens, usual_cut
 from exporter.statistics import check_sent
+from exporter.tensorrt_check import check_plans
 from exporter.tune import TuneSettings
 from exporter.tuning_frontends import make_tuning_frontends
 
@@ -135,6 +136,8 @@ def export(
         bench = _gated(bench, prepared)
         table = {} if gated.table is None else {LEAKAGE_NAME: gated.table}
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench), **table})
+        patches = facts.layout.patches
+        plans = check_plans(staged.package / ONNX_NAME, patches, staged.scratch) if plan.tensorrt else []
         signer = key_id(surroundings.signer.public_key())
         described = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
         if gated.table is not None:
@@ -142,6 +145,7 @@ def export(
         if plan.preview:
             described = with_preview(described, plan, staged, surroundings.threads)
         figures = figures_of(bench, prepared, described.preview, frontend_s, time.monotonic() - started_s)
+        figures["tensorrt"] = plans
         manifest = to_bytes(described)
         package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))

@@ -72,6 +72,7 @@ FIELDS = (
     Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
     Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
     Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
+    Field("tensorrt", bool, False, "check that TensorRT, or tensorrt_rtx without a GPU, builds plans of the frontend"),
     Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
     Field(
         "for",
@@ -130,7 +131,7 @@ OF_MODULES = ("skips", "complexity", "start_alpha")
 OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
                "recompute", "keep_patches", "peft", *OF_MODULES, *OF_PROTOTYPES)  # fmt: skip
 OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",
-                 "no_hilbert", "tuning_subsets", "played_sites")  # fmt: skip
+                 "no_hilbert", "tuning_subsets", "played_sites", "tensorrt")  # fmt: skip
 _GROUPS = (  # of --help; the first that has a setting takes it
     ("a package for eeft", OF_MODULES),
     ("a package for prototypes", OF_PROTOTYPES),

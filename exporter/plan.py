@@ -196,6 +196,7 @@ class ExportPlan:
     preview_steps: int = 1500
     preview_minutes: float = 15.0
     played_sites: int | None = None  # None: by the size of the backend
+    tensorrt: bool = False  # build the file's TensorRT plans here, as a check
 
     def __post_init__(self) -> None:
         known = ", ".join(QUANTIZERS)

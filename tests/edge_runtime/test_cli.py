@@ -60,6 +60,7 @@ REPORT = Report(
     threads=1,
     int8_layers=None,
     linear_layers=1,
+    plans=(),
     int8_lost=None,
     golden_snr_db=40.0,
     label_mode="permuted-label",
