@@ -1,4 +1,4 @@
-"""A fleet of unlike devices as a model says it: seconds, watts and joules of each split of a part, for each device. Pure.
+"""A fleet of unlike devices as a model says it: seconds, watts and joules of each split, for each device. Pure.
 
 Nothing of it is measured; what a device of one's own takes, edge-profile measures there. Reading fleet files is left to
 `fleet_file`, counting a run's time and energy to `fleet_ledger`, a part's work to `fleet_work`.

@@ -6,11 +6,12 @@ own. What the figures mean is `fleet`'s part.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 import profiles
 from contract.errors import ConfigError
@@ -28,9 +29,8 @@ def load_fleet(path: Path, environment: str, count: int | None = None) -> Fleet:
             document = tomllib.loads(file.read(FILE_BYTES_MAX).decode("utf-8"))
         kinds = {name: _kind(name, table) for name, table in document["kinds"].items()}
         devices = [_device(table, kinds, environment) for table in document["devices"]]
-        fleet = Fleet(
-            environment, tuple(_counted(devices, count)), _positive(document, "server_macs_per_s"), str(document["note"])
-        )
+        server = _positive(document, "server_macs_per_s")
+        fleet = Fleet(environment, tuple(_counted(devices, count)), server, str(document["note"]))
     except OSError as error:
         raise ConfigError(f"the fleet {path} cannot be read: {error.strerror}", "correct the path") from error
     except KeyError as error:
@@ -86,9 +86,7 @@ def _device(table: Mapping[str, Any], kinds: Mapping[str, Kind], environment: st
         raise ValueError(f"device {table['name']}: no kind {table['kind']!r} (known: {', '.join(kinds)})")
     if type(place["fan"]) is not bool or not 0 <= float(alpha) <= 1:
         raise ValueError(f"device {table['name']}: expected fan true or false and alpha from 0 to 1")
-    return FleetDevice(
-        str(table["name"]), kinds[table["kind"]], float(place["ambient_c"]), place["fan"], float(alpha)
-    )
+    return FleetDevice(str(table["name"]), kinds[table["kind"]], float(place["ambient_c"]), place["fan"], float(alpha))
 
 
 def _counted(devices: list[FleetDevice], count: int | None) -> list[FleetDevice]:

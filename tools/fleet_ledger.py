@@ -116,7 +116,9 @@ class Ledger:
             asleep_s = down_s - waking_s
         times.asleep_s += asleep_s
         times.waking_s += waking_s
-        times.between_j += asleep_s * kind.sleep_w + waking_s * kind.link_w + (gap_s - asleep_s - waking_s) * kind.idle_w
+        times.between_j += (
+            asleep_s * kind.sleep_w + waking_s * kind.link_w + (gap_s - asleep_s - waking_s) * kind.idle_w
+        )
         times.gaps_s.append(gap_s)
         times._asleep_until_s = None
 

@@ -35,9 +35,7 @@ def works_of(model_name: str, model_args: dict[str, object], splits: Iterable[in
         part = family.cut(model, split)[0]
         macs, values, out = layer_macs(part, shape), _values_without_products(part, shape), _shape_at(part, shape)
         forward, sent = sum(macs.values()), FLOAT_BYTES * prod(out)
-        found.append(
-            Work(split, forward, 2 * forward - first, values, sent + LABEL_BYTES, sent, 3 * (whole - forward))
-        )
+        found.append(Work(split, forward, 2 * forward - first, values, sent + LABEL_BYTES, sent, 3 * (whole - forward)))
     return found
 
 
