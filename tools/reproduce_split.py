@@ -115,10 +115,10 @@ def prepare(options: argparse.Namespace, default: Path) -> SplitWorld:
     root = (options.world or default).resolve()
     with alone(root):
         if options.quick:
-            world = quick_split_world(root, options.cut)
+            world = quick_split_world(root, str(options.cut))
         else:
             shared = options.shared or ROOT.parent / "shared"
-            world = full_split_world(root, shared, options.cut, options.test_images)
+            world = full_split_world(root, shared, str(options.cut), options.test_images)
         world.test_folder()
         for cell in [] if options.table else cells_of(options):
             for device in world.devices_of(cell.strategy):

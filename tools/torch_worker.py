@@ -19,6 +19,9 @@ from typing import cast
 import numpy as np
 import onnx
 import torch
+from edge_runtime.choose_split import SplitCost
+from edge_runtime.own_choice import OwnChoice
+from edge_runtime.transforms.cut_noise import CutNoise
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 from torch import Tensor
@@ -380,10 +383,11 @@ class MemoryStore(PartStore):
 
 def make_part_device(
     config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None,
-    read: ReadImages | None = None,
+    read: ReadImages | None = None, costs: Sequence[SplitCost] = (),
 ) -> PartDevice:  # fmt: skip
     """As edge_runtime.equip_parts does it, but with a trainer and a store of the caller's choice and no meter. What is
-    installed may be shared by devices, and so may images that were `read` under the same secrets.
+    installed may be shared by devices, and so may images that were `read` under the same secrets; `costs` stand for the
+    device's energy table.
 
     Raises: CutlayerError of the part that is not ready.
     """
@@ -408,7 +412,9 @@ def make_part_device(
         shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
         keeper: PartKeeper = RoundKeeper(rules, images, opened, shipped, kept, lambda images: None, fresh)
     else:
-        keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None)
+        noise = CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor)
+        choice = OwnChoice(costs, config.wishes, say)
+        keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None, noise=noise, choose=choice.answer)
     return PartDevice(
         config.name, _part_worker(keeper, dataset, installed), keeper, dataset, terms, wire_labels, installed, secret,
         lambda run: None if head is None else head.as_head(), read,
