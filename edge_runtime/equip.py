@@ -169,9 +169,8 @@ def equip_state(
             stages,
             around,
             ledger,
-            config.max_patch_share,
+            config,
             say,
-            config.noise == "fresh",
         )
     else:
         engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state.engines, say)

@@ -14,10 +14,12 @@ from typing import Any
 
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
+from contract.leakage import Table
 from contract.manifest import TransformRules
 from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
 
 from . import strategies
+from .noise_table import first_table
 from .schedule import SCHEDULES
 from .similarity import read_threshold
 
@@ -69,8 +71,15 @@ FIELDS = (
     Field(
         "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
     ),
+    Field("sigma", str, "auto", "noise at the cut: table (P3SL's, by split), a standard deviation; auto: p3sl's table"),
+    Field("fsim_threshold", float, 0.0, "p3sl: T_FSIM, at which pictures tell nothing; 0: the leakage table's own"),
+    Field("aggregate_every", int, 5, "p3sl: R, epochs from one aggregation to the next"),
+    Field("average_by", str, "devices", "p3sl: what counts alike where parts are averaged: devices, or images"),
+    Field("reference_accuracy", float, 0.0, "p3sl: A_ref, noise-free accuracy on --public; 0: no floor of accuracy"),
+    Field("accuracy_loss", float, 0.05, "p3sl: beta, share of A_ref that noise may cost before it is lowered"),
+    Field("sleep_least_s", float, 10.0, "p3sl: shortest rest for which a device is told to sleep; 0: never"),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
-    Field("public", Path, None, "the server's own public images; server-run does not read them"),
+    Field("public", Path, None, "p3sl: the server's own images, one folder per class, to judge the model by"),
 )
 
 # Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
@@ -81,15 +90,26 @@ _ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUN
 _IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # which can ask any share of the devices
 _OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
-_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
+_OF_NOISE = ("sigma", "fsim_threshold")
+_OF_FLOOR = ("reference_accuracy", "accuracy_loss", "evaluation_sha256")
+_OF_P3SL = ("aggregate_every", "average_by", "sleep_least_s", *_OF_FLOOR)
+NOISY = ("p3sl", "asl", "ares", "sequential_split", "parallel_split")  # strategies that know noise at the cut
+JUDGING = ("p3sl",)  # which judge the model by the operator's images
+CHOOSING = ("p3sl", "asl", "ares")  # whose devices choose their splits
+AVERAGE_BY = ("devices", "images")
+_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES, *_OF_NOISE, *_OF_P3SL})
 _IGNORED = {
-    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
-    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES}),
+    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES, *_OF_NOISE, *_OF_P3SL)),
+    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES, *_OF_NOISE, *_OF_P3SL}),
     "whole": _WHOLE | _EEFT,
     "body": _WHOLE | _EEFT | _EFT_VIT,
     "modules": _WHOLE | _EFT_VIT,
 }
-_MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
+_MEANT = {  # by single strategies
+    "prototypes": frozenset((*_OF_PROTOTYPES, "quorum")),
+    **{name: frozenset(_OF_NOISE) for name in NOISY},
+    "p3sl": frozenset((*_OF_NOISE, *_OF_P3SL)),
+}
 
 
 @dataclass(frozen=True)
@@ -125,12 +145,20 @@ class Plan:
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5
     server_copies: str = "each"
+    sigma: str = "auto"
+    fsim_threshold: float = 0.0
+    aggregate_every: int = 5
+    average_by: str = "devices"
+    reference_accuracy: float = 0.0
+    accuracy_loss: float = 0.05
+    sleep_least_s: float = 10.0
+    evaluation_sha256: str = ""  # of the images that judge the model
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
-        devices: Collection[str] = (),
+        devices: Collection[str] = (), leakage: Table | None = None,
     ) -> None:  # fmt: skip
-        """Refuse what cannot be trained with a package of these rules, or by these devices.
+        """Refuse what cannot be trained with a package of these rules and this leakage, or by these devices.
 
         Raises:
             ConfigError: naming the setting.
@@ -165,6 +193,35 @@ class Plan:
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
         self._check_prototypes()
+        self._check_noise()
+        if training is not None and self.strategy in NOISY:
+            splits = [cut.index for cut in training.cuts if cut.loss == "none"]
+            wanted = "table" if self.strategy == "p3sl" and self.sigma == "auto" else parse_sigma(self.sigma)
+            first_table(wanted, splits, leakage, self.fsim_threshold)
+
+    def _check_noise(self) -> None:
+        sigma = parse_sigma(self.sigma)
+        if sigma not in ("auto", 0.0) and self.strategy not in NOISY:
+            raise _wrong("sigma", f"left out: {self.strategy} trains without noise at the cut", self.sigma)
+        if not 0 <= self.fsim_threshold <= 1:
+            raise _wrong("fsim_threshold", "0 to 1", self.fsim_threshold)
+        if self.aggregate_every < 1:
+            raise _wrong("aggregate_every", "1 or more", self.aggregate_every)
+        if self.average_by not in AVERAGE_BY:
+            hint = suggest(self.average_by, AVERAGE_BY)
+            raise _wrong("average_by", f"one of {', '.join(AVERAGE_BY)}", self.average_by, hint)
+        for name in ("reference_accuracy", "accuracy_loss"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise _wrong(name, "a share from 0 to 1", getattr(self, name))
+        if self.reference_accuracy and not self.evaluation_sha256:
+            raise ConfigError(
+                "reference_accuracy is a floor of accuracy, and there are no images to judge the model by",
+                "give --public DIR with one folder for each of the site's classes",
+            )
+        if not 0 <= self.sleep_least_s < math.inf:
+            raise _wrong("sleep_least_s", "0 or more", self.sleep_least_s)
+        if self.strategy in CHOOSING and self.cuts:
+            raise _wrong("cuts", f"left out: with {self.strategy} devices choose their splits", self.cuts)
 
     def _check_prototypes(self) -> None:
         for name in ("prototype_strength", "prototype_shift"):
@@ -251,6 +308,23 @@ def parse_cuts(text: str) -> tuple[int | None, dict[str, int]]:
         else:
             default = int(number)
     return default, own
+
+
+def parse_sigma(text: str) -> float | str:
+    """`auto`, `table`, or a standard deviation.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text in ("auto", "table"):
+        return text
+    try:
+        sigma = float(text)
+    except ValueError:
+        sigma = math.nan
+    if not 0 <= sigma < math.inf:
+        raise _wrong("sigma", "auto, table, or a standard deviation of 0 or more", text)
+    return sigma
 
 
 def cut_of(training: TrainingPlan, index: int | None) -> TrainingCut:
