@@ -1,4 +1,4 @@
-"""One row of a reproduction of P3SL: a model, a method with its noise, an environment, a seed; every epoch, every device.
+"""One row of a reproduction of P3SL: a model, a method with its noise, an environment, a seed; all epochs, all devices.
 
 Strategies, devices and their choices are the product's own, joined in one process by `simulation`; seconds and joules
 are those that a modelled fleet would have taken for the very questions and answers (`fleet_ledger`), never this
@@ -12,17 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from contract.leakage import Table
 from contract.privacy_table import PrivacyTable, from_leakage
 from edge_runtime.choose_split import SplitCost
-from server_runtime.evaluation import Evaluation
-from server_runtime.noise_table import NoiseTable, initial_table, uniform_table
-from server_runtime.strategies.p3sl import P3SL
-
-from contract.leakage import Table
 from server_runtime import backend_folder, strategies
 from server_runtime.backend_folder import TrainingFolder
+from server_runtime.evaluation import Evaluation
+from server_runtime.noise_table import NoiseTable, initial_table, uniform_table
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Metric, PartStrategy, Settings, Site
+from server_runtime.strategies.p3sl import P3SL
 from tools.fleet import Fleet, Work, cost_of, within_cap
 from tools.fleet_ledger import Ledger, Spent
 from tools.fleet_work import works_of
@@ -40,7 +39,7 @@ QUALITY = "modelled: joules of an epoch, all devices, waiting and sleep counted;
 
 @dataclass(frozen=True)
 class P3slCell:
-    """One row's question. `noise` "2.5" is that sigma everywhere, as published for the baselines; "table" P3SL's own."""
+    """One row's question. `noise` "2.5" is that sigma everywhere, as published for baselines; "table" P3SL's own."""
 
     model: str
     method: str
@@ -62,7 +61,7 @@ class P3slRates:
 
 @dataclass(frozen=True)
 class P3slEpoch:
-    """Mean training loss, W's share of hits on test images, bytes of tensors of all devices; seconds of this machine."""
+    """Mean training loss, W's share of hits on test images, tensors' bytes of all devices; seconds of this machine."""
 
     epoch: int
     loss: float
@@ -187,8 +186,9 @@ class P3slLaboratory:
             chain = told.get(f"chain/{device.name}")
             own = spent[device.name]
             found[device.name] = P3slDevice(
-                split, tuple(splits[device.name]), device.alpha, sigma, privacy.at(split, 0.0), privacy.at(split, sigma),
-                None if chain is None else float(chain), own.awake_s / own.seconds, joules(own, self._rates.epochs),
+                split, tuple(splits[device.name]), device.alpha, sigma, privacy.at(split, 0.0),
+                privacy.at(split, sigma), None if chain is None else float(chain), own.awake_s / own.seconds,
+                joules(own, self._rates.epochs),
             )  # fmt: skip
         return found
 

@@ -119,8 +119,8 @@ def _main_table(cells: Sequence[Row]) -> Table:
             )
             for cell in cells
         ),
-        note="Chains: a device's own part with the server's rest, mean over devices. Work: computing and the link. Awake: "
-        "with waiting in one's turn, as published. Whole: all the time between turns, too, asleep where the method tells "
+        note="Chains: a device's own part with the server's rest, mean over devices. Work: computing and the link. "
+        "Awake: with waiting in one's turn. Whole: all the time between turns, too, asleep where the method tells "
         "devices when they are wanted. All sleep: as if every method did. All joules and seconds are modelled.",
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
 """What a reproduction of P3SL works on: split training's world with parts at many splits, public images, and for each
-model the leakage table of its parts. A fleet says which devices there are. Running rows is left to `reproduce_p3sl_rows`.
+model the leakage table of its parts. A fleet says which devices there are. Rows are `reproduce_p3sl_rows`' part.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _profiler(world: P3slWorld, package: Package, splits: Sequence[int], threads
     attacks = world.attacks
     folder, device = scan(world.public_folder, None), choose_device(threads)
     settings = Settings(
-        package.digest.hex(), publics.digest_of(folder), attacks.names, attacks.strengths, package.alpha, attacks.images,
-        attacks.learn, attacks.steps, 0,
+        package.digest.hex(), publics.digest_of(folder), attacks.names, attacks.strengths, package.alpha,
+        attacks.images, attacks.learn, attacks.steps, 0,
     )  # fmt: skip
     public = publics.read_public(folder, package.image, attacks.images, attacks.learn, 0, show_progress)
     chosen = replace(package, splits=tuple(split for split in package.splits if split.index in splits))
