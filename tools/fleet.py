@@ -1,6 +1,7 @@
 """A fleet of unlike devices as a model says it: seconds, watts and joules of each split, for each device. Pure.
 
-Nothing of it is measured; what a device of one's own takes, edge-profile measures there. Reading fleet files is left to
+What a device of one's own takes, edge-profile measures there: where a device has such a table, computing is `Recorded`
+and only the link, waiting and sleep are modelled; without one nothing is measured. Reading fleet files is left to
 `fleet_file`, counting a run's time and energy to `fleet_ledger`, a part's work to `fleet_work`.
 
 Laws, for one image of a training step at one split:
@@ -17,8 +18,8 @@ Laws, for one image of a training step at one split:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SLOWEST = 0.1  # of its full speed: below, a device is not one that anybody trains on
 
@@ -45,14 +46,25 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """One image of a training step at a split, as edge-profile measured it; watts are None where no meter was."""
+
+    forward_s: float
+    backward_s: float  # with the optimiser
+    compute_w: float | None
+    peak_w: float | None
+
+
+@dataclass(frozen=True)
 class FleetDevice:
-    """One device in its place; `alpha` is how much it cares for privacy, from 0 to 1."""
+    """One device in its place; `alpha` is how much it cares for privacy, from 0 to 1. `recorded` by split."""
 
     name: str
     kind: Kind
     ambient_c: float
     has_fan: bool
     alpha: float
+    recorded: Mapping[int, Recorded] = field(default_factory=dict)
 
     @property
     def cap_w(self) -> float:
@@ -110,6 +122,12 @@ class Cost:
 def cost_of(device: FleetDevice, work: Work, batch: int) -> Cost:
     """Of one image in batches of so many."""
     kind = device.kind
+    sent_s, received_s = work.sent_bytes / kind.sent_bytes_per_s, work.received_bytes / kind.received_bytes_per_s
+    known = device.recorded.get(work.split)
+    if known is not None:
+        busy_w = kind.busy_w if known.compute_w is None else known.compute_w
+        peak_w = busy_w if known.peak_w is None else known.peak_w
+        return Cost(known.forward_s, known.backward_s, busy_w, sent_s, received_s, kind.link_w, peak_w, False)
     values_s = work.values / kind.values_per_s / 2  # there, and as long back
     forward_s, backward_s = (macs / kind.macs_per_s + values_s for macs in (work.forward_macs, work.backward_macs))
     share = min(1.0, batch * (forward_s + backward_s) / kind.window_s)
@@ -121,8 +139,8 @@ def cost_of(device: FleetDevice, work: Work, batch: int) -> Cost:
         forward_s=forward_s / speed,
         backward_s=backward_s / speed,
         compute_w=kind.idle_w + speed * (kind.busy_w - kind.idle_w),
-        sent_s=work.sent_bytes / kind.sent_bytes_per_s,
-        received_s=work.received_bytes / kind.received_bytes_per_s,
+        sent_s=sent_s,
+        received_s=received_s,
         link_w=kind.link_w,
         peak_w=peak_w,
         is_slowed=speed < 1.0,

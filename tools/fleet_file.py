@@ -1,7 +1,8 @@
 """Fleet files: kinds of devices, and devices with their places, as TOML; `fleets/paper.toml` shows the form.
 
 A kind with `profile` takes idle and busy watts and the highest temperature from that profile where it has none of its
-own. What the figures mean is `fleet`'s part.
+own. A device with `table` names a file of `edge-profile --train -o` beside the fleet's: its times and watts are those.
+What the figures mean is `fleet`'s part.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import tomllib
 
 import profiles
 from contract.errors import ConfigError
-from tools.fleet import Fleet, FleetDevice, Kind
+from edge_runtime.profiling.table import read_table
+from tools.fleet import Fleet, FleetDevice, Kind, Recorded
 
 PAPER = Path(__file__).parent / "fleets" / "paper.toml"
 FILE_BYTES_MAX = 1 << 20
@@ -28,7 +30,7 @@ def load_fleet(path: Path, environment: str, count: int | None = None) -> Fleet:
         with path.open("rb") as file:
             document = tomllib.loads(file.read(FILE_BYTES_MAX).decode("utf-8"))
         kinds = {name: _kind(name, table) for name, table in document["kinds"].items()}
-        devices = [_device(table, kinds, environment) for table in document["devices"]]
+        devices = [_device(table, kinds, environment, path.parent) for table in document["devices"]]
         server = _positive(document, "server_macs_per_s")
         fleet = Fleet(environment, tuple(_counted(devices, count)), server, str(document["note"]))
     except OSError as error:
@@ -80,13 +82,33 @@ def _positive(table: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _device(table: Mapping[str, Any], kinds: Mapping[str, Kind], environment: str) -> FleetDevice:
+def _device(table: Mapping[str, Any], kinds: Mapping[str, Kind], environment: str, folder: Path) -> FleetDevice:
     place, alpha = table["places"][environment], table["alpha"]
     if table["kind"] not in kinds:
         raise ValueError(f"device {table['name']}: no kind {table['kind']!r} (known: {', '.join(kinds)})")
     if type(place["fan"]) is not bool or not 0 <= float(alpha) <= 1:
         raise ValueError(f"device {table['name']}: expected fan true or false and alpha from 0 to 1")
-    return FleetDevice(str(table["name"]), kinds[table["kind"]], float(place["ambient_c"]), place["fan"], float(alpha))
+    recorded = read_recorded(folder / table["table"]) if "table" in table else {}
+    kind = kinds[table["kind"]]
+    return FleetDevice(str(table["name"]), kind, float(place["ambient_c"]), place["fan"], float(alpha), recorded)
+
+
+def read_recorded(path: Path) -> dict[int, Recorded]:
+    """Times and watts by split of a table that `edge-profile --train -o` wrote. Raises: ConfigError."""
+    table = read_table(path)
+    if table.work != "training":
+        raise ConfigError(f"{path} is of frontends, not of training", "measure with edge-profile --train -o")
+    found = {}
+    for row in table.rows:
+        seconds = {phase.name: phase.seconds.mean for phase in row.phases}
+        energy = row.energy
+        found[row.point.split] = Recorded(
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"] + seconds["optimiser"],
+            compute_w=None if energy is None else energy.measured_j.mean / row.seconds_per_image.mean,
+            peak_w=None if energy is None or energy.power is None else energy.power.peak_w,
+        )
+    return found
 
 
 def _counted(devices: list[FleetDevice], count: int | None) -> list[FleetDevice]:

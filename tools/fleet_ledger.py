@@ -45,7 +45,8 @@ class Times:
 @dataclass(frozen=True)
 class Spent:
     """A device's run. `work_j` computing and the link, `awake_j` with waiting in its turn, `whole_j` with all the time
-    between turns as it was spent, `could_sleep_j` the same had it slept whenever that saves anything."""
+    between turns as it was spent; `could_sleep_j` had it slept whenever that saves anything, `never_asleep_j` had it
+    waited all the time."""
 
     seconds: float
     awake_s: float
@@ -53,6 +54,7 @@ class Spent:
     awake_j: float
     whole_j: float
     could_sleep_j: float
+    never_asleep_j: float
     bytes_up: int
     bytes_down: int
 
@@ -171,6 +173,7 @@ class Ledger:
                 awake_j=awake_j,
                 whole_j=awake_j + times.between_j,
                 could_sleep_j=awake_j + sum(asleep_j(kind, gap_s) for gap_s in times.gaps_s),
+                never_asleep_j=awake_j + sum(times.gaps_s) * kind.idle_w,
                 bytes_up=times.bytes_up,
                 bytes_down=times.bytes_down,
             )

@@ -64,7 +64,9 @@ THRESHOLD = 0.36  # T_FSIM of the paper, where a leakage table has none of its o
 def main(argv: Sequence[str]) -> int:
     started_s, options = time.monotonic(), parse(argv)
     root = open_output(options.output)
-    world = prepare(options, (options.world or root / "scratch" / f"p3sl-{world_of(options)}").resolve())
+    fleets = {name: load_fleet(options.fleet, name) for name in options.environments}
+    devices = tuple(device.name for device in fleets[options.environments[0]].devices)
+    world = prepare(options, (options.world or root / "scratch" / f"p3sl-{world_of(options)}").resolve(), devices)
     cells = cells_of(options)
     if options.prepare:
         for model in options.models:
@@ -75,7 +77,6 @@ def main(argv: Sequence[str]) -> int:
         done = [model for model in options.models if leakage_table(world, model, options.threads) is not None]
         say(f"leakage tables of {', '.join(done) or 'no model'} are whole")
         return 0
-    fleets = {name: load_fleet(options.fleet, name) for name in options.environments}
     rates = P3slRates(
         options.epochs, options.batch, options.learning_rate, options.aggregate_every, options.fsim_threshold
     )
@@ -139,16 +140,15 @@ def check(options: argparse.Namespace) -> None:
         raise UsageError(f"--fsim-threshold should be between 0 and 1, found {options.fsim_threshold}", "correct it")
 
 
-def prepare(options: argparse.Namespace, root: Path) -> P3slWorld:
+def prepare(options: argparse.Namespace, root: Path, devices: tuple[str, ...]) -> P3slWorld:
     """The world with its images; whoever comes second waits until they are there."""
-    devices = tuple(device.name for device in load_fleet(options.fleet, options.environments[0]).devices)
     with alone(root):
         if options.quick:
             world = quick_p3sl_world(root, devices)
         else:
             world = full_p3sl_world(root, options.shared or ROOT.parent / "shared", options.test_images, devices)
         world.split.test_folder()
-        for seed in [] if options.table or options.leak else options.seeds:
+        for seed in [] if options.table else options.seeds:
             for device in devices:
                 world.split.train_folder(device, seed)
     return world

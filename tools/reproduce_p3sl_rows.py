@@ -241,7 +241,7 @@ def common_split(fleet: Fleet, works: Sequence[Work], batch: int) -> int:
 
 def joules(spent: Spent, epochs: int) -> dict[str, float]:
     """Of an epoch."""
-    names = ("work_j", "awake_j", "whole_j", "could_sleep_j")
+    names = ("work_j", "awake_j", "whole_j", "could_sleep_j", "never_asleep_j")
     return {name.removesuffix("_j"): getattr(spent, name) / epochs for name in names}
 
 
