@@ -199,7 +199,7 @@ def _sleep_table(runs: Mapping[str, Row]) -> Table:
 def _device_table(runs: Mapping[str, Row]) -> Table:
     return Table(
         "Each device in the end",
-        ("environment", "device", "split", "alpha", "sigma", "FSIM before noise", "after", "own chain", "seconds an epoch"),
+        ("environment", "device", "split", "alpha", "sigma", "FSIM before noise", "after", "own chain", "epoch in s"),
         tuple(
             (
                 environment, name, each["split"], f"{each['alpha']:g}", f"{each['sigma']:.2f}",
