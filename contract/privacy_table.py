@@ -18,7 +18,7 @@ from contract.leakage import Table
 
 @dataclass(frozen=True)
 class PrivacyTable:
-    """`fsim[i][j]` is that of `splits[i]` at `strengths[j]`; both rise. Raises: ValueError where it is no such table."""
+    """`fsim[i][j]` is that of `splits[i]` at `strengths[j]`; both rise. Raises: ValueError for another table."""
 
     splits: tuple[int, ...]  # (S,)
     strengths: tuple[float, ...]  # (G,)

@@ -1,8 +1,8 @@
 """P3SL: personalised sequential split learning; every device has its own split, its own noise and its own client part.
 
-algorithms.md section 3; decisions of 3.2 where the paper is silent. Symbols: W the whole model on the server, W^{1:s} its
-first s layers, W_ci device i's client part, s_i its split, s_max the deepest that is chosen, T_sigma the noise table, R
-the epochs between aggregations, A_ref, A_min and beta of the accuracy floor, (+) "and the rest from".
+algorithms.md section 3; decisions of 3.2 where the paper is silent. Symbols: W the whole model on the server, W^{1:s}
+its first s layers, W_ci device i's client part, s_i its split, s_max the deepest that is chosen, T_sigma the noise
+table, R the epochs between aggregations, A_ref, A_min and beta of the accuracy floor, (+) "and the rest from".
 
 Decided here: a device says its split before each turn, so that it may change it when its energy, its heat or the noise
 changed; an epoch in which a device is away goes on without it, and it begins again where it stands; the accuracy is
@@ -146,7 +146,8 @@ class P3SL:
             if judged.classes != rounds.site.classes:
                 found = f"{judged.classes} classes, and the site has {rounds.site.classes}"
                 raise TrainingError(
-                    f"the model is judged by images of {found}", "give --public one folder for each of the site's classes"
+                    f"the model is judged by images of {found}",
+                    "give --public one folder for each of the site's classes",
                 )
             accuracy = w.accuracy(judged)
             values |= {"test_accuracy": accuracy}
