@@ -2,8 +2,8 @@
 the model's own moves on by what each device would have computed, sent and received.
 
 It changes nothing of what is asked and answered. Laws and watts are `fleet`'s, a strategy may read the clock.
-Devices that are asked together wait for the slowest of them; one that was told to sleep is asleep until it said it
-would be back, and who needs it sooner waits for it.
+Devices that are asked together wait for the slowest of them; one that was told to sleep is away until it said it would
+be back, and who needs it sooner waits for it. It powers down for that time where this saves anything, else it waits.
 """
 
 from __future__ import annotations
@@ -62,9 +62,12 @@ class Spent:
 class Ledger:
     """Between a strategy and its devices."""
 
-    def __init__(self, answers: Answering, fleet: Fleet, works: Mapping[int, Work], batch: int) -> None:
-        """`works` by split; `batch` is the usual one, by which a device's highest power is reckoned."""
-        self._answers, self._works, self._batch = answers, works, batch
+    def __init__(
+        self, answers: Answering, fleet: Fleet, works: Mapping[int, Work], batch: int, stands_for: int = 1
+    ) -> None:
+        """`works` by split; `batch` is the usual one, by which a device's highest power is reckoned. Each image counts
+        for so many, in all but the bytes that are told."""
+        self._answers, self._works, self._batch, self._stands_for = answers, works, batch, stands_for
         self._fleet = {device.name: device for device in fleet.devices}
         self._server_macs_per_s = fleet.server_macs_per_s
         self._now_s, self._server_s = 0.0, 0.0
@@ -114,8 +117,8 @@ class Ledger:
         asleep_s = waking_s = 0.0
         if times._asleep_until_s is not None:
             down_s = max(0.0, min(times._asleep_until_s, self._now_s) - times._ready_s)
-            waking_s = min(kind.wake_s, down_s)
-            asleep_s = down_s - waking_s
+            if asleep_j(kind, down_s) < kind.idle_w * down_s:
+                asleep_s, waking_s = down_s - kind.wake_s, kind.wake_s
         times.asleep_s += asleep_s
         times.waking_s += waking_s
         times.between_j += (
@@ -128,7 +131,7 @@ class Ledger:
         """Seconds that a device computes, sends and receives for one question."""
         times, device = self.times[name], self._fleet[name]
         down, up = _bytes(ask.tensors[name]), 0 if isinstance(reply, Upload) else _bytes(tensors_of(reply))
-        link_s = down / device.kind.received_bytes_per_s + up / device.kind.sent_bytes_per_s
+        link_s = self._stands_for * (down / device.kind.received_bytes_per_s + up / device.kind.sent_bytes_per_s)
         times.split = int({**ask.parameters, **ask.own.get(name, {})}.get("cut", times.split))
         computing_s = self._compute(times, device, ask, reply) if times.split in self._works else 0.0
         times.link_s += link_s
@@ -142,7 +145,7 @@ class Ledger:
             computing_s += times._rows * cost.backward_s
             times._rows = 0
         if ask.kind in COMPUTING and isinstance(reply, Activations):
-            times._rows = len(reply.values)
+            times._rows = self._stands_for * len(reply.values)
             computing_s += times._rows * cost.forward_s
         times.computing_s += computing_s
         times.computing_j += computing_s * cost.compute_w
@@ -155,7 +158,7 @@ class Ledger:
             for name, reply in replies.items()
             if isinstance(reply, Activations) and self.times[name].split in self._works
         )
-        return macs / self._server_macs_per_s
+        return self._stands_for * macs / self._server_macs_per_s
 
     def spent(self) -> dict[str, Spent]:
         """Every device's run so far, to its end."""

@@ -112,7 +112,7 @@ class P3slLaboratory:
         name = f"{cell.model}-{cell.method}-{cell.noise}-{cell.environment}"
         devices = self._split.devices(name, STRATEGY, cell.seed, shipped, installed, owners)
         answers = Answers(devices, Terms(RUN, SITE, METHODS[cell.method], LABEL_MODE, 0.0, cell.seed))
-        ledger = Ledger(answers, fleet, {work.split: work for work in works}, self._rates.batch)
+        ledger = Ledger(answers, fleet, {work.split: work for work in works}, self._rates.batch, self._world.stands_for)
         strategy = self._build(cell, shipped, works, ledger)
         curve, told, begun_s = [], dict[str, Metric](), time.monotonic()
         splits: dict[str, list[int]] = {device: [] for device in devices}

@@ -35,31 +35,36 @@ from tools.reproduce_split_world import (
 from tools.reproduce_world import draw_shots, made, members
 
 CUTS = {"quick": "1-4", "full": {"vgg16_bn": "1-10", "resnet18": "1-6"}}
-PUBLIC_SHOTS = 600  # images of a class that the attacks have: of CIFAR-10's training part, none of them a device's
+PUBLIC_SHOTS = 500  # images of a class that the attacks have: of CIFAR-10's training part, none of them a device's
 STRATEGY = "sequential_split"  # whose package has the parts that all of these methods train
 
 
 @dataclass(frozen=True)
 class Attacks:
-    """How hard parts are attacked for their table."""
+    """How hard parts are attacked for their table; `splits` None are all. A split that is not attacked is taken to show
+    what the next shallower one shows."""
 
     names: tuple[str, ...]
     strengths: tuple[float, ...]
     images: int
     learn: int
     steps: int | None
+    splits: tuple[int, ...] | None = None
 
 
-QUICK_ATTACKS = Attacks(("ridge",), (0.0, 0.5, 1.0, 2.5), 150, 600, None)
-FULL_ATTACKS = Attacks(("ridge", "inverse_net"), leakage.COARSE, 1000, 2000, 500)
+QUICK_TESTED = 250
+QUICK_STANDS_FOR = 34  # a device has 21 digits there, and 714 images in the full world
+QUICK_ATTACKS = Attacks(("ridge",), (0.0, 1.0, 2.5), 40, 160, None, (1, 4))
+FULL_ATTACKS = Attacks(("ridge", "inverse_net"), (0.0, 0.5, 1.0, 1.75, 2.5), 1000, 1200, 250)
 
 
 @dataclass(frozen=True)
 class P3slWorld:
-    """`split` has images, devices and packages; `public` is an archive or a folder that the public images come from."""
+    """`split` has images, devices and packages. In a fleet's seconds and joules each image stands for so many."""
 
     split: SplitWorld
     attacks: Attacks
+    stands_for: int = 1
 
     @property
     def public_folder(self) -> Path:
@@ -80,9 +85,9 @@ def quick_p3sl_world(root: Path, devices: tuple[str, ...]) -> P3slWorld:
     def make_public(path: Path) -> None:
         _zip_folder(made(root / "digits-public", lambda folder: demo_data.digits(folder, 1, DRAW)) / "public", path)
 
-    world = quick_split_world(root, CUTS["quick"], devices)
+    world = quick_split_world(root, CUTS["quick"], devices, QUICK_TESTED)
     made(root / "public.zip", make_public)
-    return P3slWorld(world, QUICK_ATTACKS)
+    return P3slWorld(world, QUICK_ATTACKS, QUICK_STANDS_FOR)
 
 
 def full_p3sl_world(root: Path, shared: Path, test_images: int, devices: tuple[str, ...]) -> P3slWorld:
@@ -114,24 +119,30 @@ def leakage_table(world: P3slWorld, model: str, threads: int) -> Table | None:
     path = world.table_path(model)
     if not path.exists():
         package = read_package(world.package(model))
-        for split in package.splits:
-            kept = path.with_name(f"{path.stem}-split{split.index}.json")
+        splits = [split.index for split in package.splits if split.index in (world.attacks.splits or [split.index])]
+        strengths = world.attacks.strengths
+        pieces = [(split, own) for split in splits for own in (strengths[::2], strengths[1::2])]
+        for split, own in pieces:
+            kept = _kept_path(path, split, own)
             with claim(kept) as is_mine:
                 if is_mine and not kept.exists():
-                    _keep_rows(kept, _profiler(world, package, [split.index], threads))
-        rows = [each for split in package.splits for each in _rows_of(path, split.index)]
-        profiler = _profiler(world, package, [split.index for split in package.splits], threads)
+                    rows = list(_profiler(world, package, [split], own, threads).rows(()))
+                    write_atomic(kept, to_json([encode(row) for row in rows]))
+        rows = [row for split, own in pieces for row in _rows_in(_kept_path(path, split, own))]
+        profiler = _profiler(world, package, splits, strengths, threads)
         if len(rows) < len(profiler.planned()):
             return None
         write_table(path, profiler.table(rows, "not asked for"))
     return read_table(path)
 
 
-def _profiler(world: P3slWorld, package: Package, splits: Sequence[int], threads: int) -> leakage.Profiler:
+def _profiler(
+    world: P3slWorld, package: Package, splits: Sequence[int], strengths: tuple[float, ...], threads: int
+) -> leakage.Profiler:
     attacks = world.attacks
     folder, device = scan(world.public_folder, None), choose_device(threads)
     settings = Settings(
-        package.digest.hex(), publics.digest_of(folder), attacks.names, attacks.strengths, package.alpha,
+        package.digest.hex(), publics.digest_of(folder), attacks.names, strengths, package.alpha,
         attacks.images, attacks.learn, attacks.steps, 0,
     )  # fmt: skip
     public = publics.read_public(folder, package.image, attacks.images, attacks.learn, 0, show_progress)
@@ -140,15 +151,13 @@ def _profiler(world: P3slWorld, package: Package, splits: Sequence[int], threads
     return leakage.Profiler(chosen, public, settings, device, show_progress, None, beside)
 
 
-def _keep_rows(path: Path, profiler: leakage.Profiler) -> None:
-    rows = list(profiler.rows(()))
-    write_atomic(path, to_json([encode(row) for row in rows]))
+def _kept_path(path: Path, split: int, strengths: Sequence[float]) -> Path:
+    return path.with_name(f"{path.stem}-split{split}-sigma{strengths[0]:g}.json")
 
 
-def _rows_of(path: Path, split: int) -> list[Row]:
-    kept = path.with_name(f"{path.stem}-split{split}.json")
-    if not kept.exists():
+def _rows_in(path: Path) -> list[Row]:
+    if not path.exists():
         return []
-    found = from_json(kept.read_bytes(), TABLE_BYTES_MAX)
+    found = from_json(path.read_bytes(), TABLE_BYTES_MAX)
     assert isinstance(found, list)
     return [decode(Row, each) for each in found]

@@ -19,9 +19,6 @@ from typing import cast
 import numpy as np
 import onnx
 import torch
-from edge_runtime.choose_split import SplitCost
-from edge_runtime.own_choice import OwnChoice
-from edge_runtime.transforms.cut_noise import CutNoise
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 from torch import Tensor
@@ -33,6 +30,7 @@ from contract.images import ImageRule
 from contract.keyed_noise import class_list_hash
 from contract.signature import PublicKey
 from contract.training import TrainingCut
+from edge_runtime.choose_split import SplitCost
 from edge_runtime.config import DeviceConfig
 from edge_runtime.data import Dataset, Sample, load_dataset
 from edge_runtime.delivery import check_stop
@@ -44,6 +42,7 @@ from edge_runtime.install import Installed, install
 from edge_runtime.int8_check import Kernels
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters.none import NoMeter
+from edge_runtime.own_choice import OwnChoice
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
 from edge_runtime.part_store import PartCheckpoint, PartStore
@@ -57,6 +56,7 @@ from edge_runtime.state import open_secret, open_state
 from edge_runtime.terms import ROUND_ASKS, Terms, device_terms
 from edge_runtime.trainer import Trainer
 from edge_runtime.training_set import TrainingSet
+from edge_runtime.transforms.cut_noise import CutNoise
 from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
 from edge_runtime.worker import Bench, Counters, Surroundings, Worker
 from tools.torch_trainer import TorchTrainer
@@ -381,6 +381,29 @@ class MemoryStore(PartStore):
         return None  # the keeper lives as long as the run
 
 
+class RememberedNoise:
+    """A device's keyed noise, each image's drawn once: a draw takes longer than a step on a GPU."""
+
+    def __init__(self, noise: CutNoise) -> None:
+        self._noise, self.floor = noise, noise.floor
+        self._of: tuple[int, float] | None = None  # cut and sigma
+        self._drawn: dict[bytes, NDArray[np.float32]] = {}
+
+    def add(
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
+    ) -> NDArray[np.float32]:
+        """As `CutNoise.add`, to the same bits."""
+        if self._noise.fresh or sigma == 0.0:
+            return self._noise.add(z, sample_ids, cut, sigma, draw)
+        if self._of != (cut, sigma):
+            self._of, self._drawn = (cut, sigma), {}
+        nothing = np.zeros((1, *z.shape[1:]), np.float32)
+        for sample_id in sample_ids:
+            if sample_id not in self._drawn:
+                self._drawn[sample_id] = self._noise.add(nothing, [sample_id], cut, sigma, draw)[0]
+        return z + np.stack([self._drawn[sample_id] for sample_id in sample_ids])
+
+
 def make_part_device(
     config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None,
     read: ReadImages | None = None, costs: Sequence[SplitCost] = (),
@@ -412,7 +435,7 @@ def make_part_device(
         shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
         keeper: PartKeeper = RoundKeeper(rules, images, opened, shipped, kept, lambda images: None, fresh)
     else:
-        noise = CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor)
+        noise = RememberedNoise(CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor))
         choice = OwnChoice(costs, config.wishes, say)
         keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None, noise=noise, choose=choice.answer)
     return PartDevice(
