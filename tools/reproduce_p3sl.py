@@ -147,8 +147,8 @@ def prepare(options: argparse.Namespace, root: Path, devices: tuple[str, ...]) -
             world = quick_p3sl_world(root, devices)
         else:
             world = full_p3sl_world(root, options.shared or ROOT.parent / "shared", options.test_images, devices)
-        world.split.test_folder()
-        for seed in [] if options.table else options.seeds:
+        _ = world.split.test_folder(), world.public_folder
+        for seed in [] if options.table or options.leak else options.seeds:
             for device in devices:
                 world.split.train_folder(device, seed)
     return world

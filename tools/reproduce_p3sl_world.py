@@ -129,10 +129,9 @@ def leakage_table(world: P3slWorld, model: str, threads: int) -> Table | None:
                     rows = list(_profiler(world, package, [split], own, threads).rows(()))
                     write_atomic(kept, to_json([encode(row) for row in rows]))
         rows = [row for split, own in pieces for row in _rows_in(_kept_path(path, split, own))]
-        profiler = _profiler(world, package, splits, strengths, threads)
-        if len(rows) < len(profiler.planned()):
+        if len(rows) < len(splits) * len(strengths):
             return None
-        write_table(path, profiler.table(rows, "not asked for"))
+        write_table(path, _profiler(world, package, splits, strengths, threads).table(rows, "not asked for"))
     return read_table(path)
 
 
