@@ -26,7 +26,7 @@ from tools.fleet import Fleet, Work
 from tools.fleet_file import PAPER, environments_of, load_fleet
 from tools.output import open_output
 from tools.reproduce_options import add_place, check_counts, check_known, check_rate, take_defaults, texts, world_of
-from tools.reproduce_p3sl import MODELS, TEST_IMAGES, THRESHOLD, prepare, table_of
+from tools.reproduce_p3sl import MODELS, TEST_IMAGES, prepare, table_of
 from tools.reproduce_p3sl_rows import TABLE, P3slCell, P3slLaboratory, P3slRates, costs_of, noise_of
 from tools.reproduce_split_world import ARCHIVE
 
@@ -48,7 +48,7 @@ def main() -> int:
     if options.prepare:
         world.package(options.model)
         return 0
-    rates = P3slRates(options.epochs, options.batch, options.learning_rate, options.aggregate_every, THRESHOLD)
+    rates = P3slRates(options.epochs, options.batch, options.learning_rate, options.aggregate_every, 0.0)
     laboratory = P3slLaboratory(world, fleets, options.engine, rates, options.threads)
     leakage = table_of(world, options.model, options.threads, {})
     works = laboratory.works(options.model)
@@ -111,7 +111,7 @@ def sweep(fleet: Fleet, works: Sequence[Work], leakage: Leakage, batch: int) -> 
     """The split that each device chooses by the product's rule at each alpha, with its energy and what leaks; None
     where none will do."""
     privacy = from_leakage(leakage, [work.split for work in works])
-    noise = noise_of(TABLE, leakage, privacy, THRESHOLD)
+    noise = noise_of(TABLE, leakage, privacy, 0.0)
     offer = Offer(privacy, dict(zip(noise.splits, noise.sigma, strict=True)))
     alphas = [step / STEPS for step in range(STEPS + 1)]
     found: Row = {"alpha": alphas, "noise": dict(offer.sigma), "devices": {}}
