@@ -16,7 +16,7 @@ from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.leakage import Table
 from contract.manifest import TransformRules
-from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
+from contract.training import CHOOSING, HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
 
 from . import strategies
 from .noise_table import first_table
@@ -95,7 +95,6 @@ _OF_FLOOR = ("reference_accuracy", "accuracy_loss", "evaluation_sha256")
 _OF_P3SL = ("aggregate_every", "average_by", "sleep_least_s", *_OF_FLOOR)
 NOISY = ("p3sl", "asl", "ares", "sequential_split", "parallel_split")  # strategies that know noise at the cut
 JUDGING = ("p3sl",)  # which judge the model by the operator's images
-CHOOSING = ("p3sl", "asl", "ares")  # whose devices choose their splits
 AVERAGE_BY = ("devices", "images")
 _WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES, *_OF_NOISE, *_OF_P3SL})
 _IGNORED = {
