@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,12 @@ import pytest
 
 from contract.errors import ConfigError
 from contract.messages import Activations, Settled
+from edge_runtime.profiling.measuring import Plan, measure
+from edge_runtime.profiling.rows import Link, make_row
+from edge_runtime.profiling.table import KIND as TABLE_KIND
+from edge_runtime.profiling.table import MeterFacts, Table, to_document
 from server_runtime.strategies import Ask, Reply
+from tests.edge_runtime.profiling.virtual_device import VirtualDevice
 from tools.fleet import SLOWEST, Fleet, FleetDevice, Kind, Work, asleep_j, cost_of, within_cap
 from tools.fleet_file import PAPER, environments_of, load_fleet
 from tools.fleet_ledger import Ledger
@@ -196,3 +202,26 @@ def test_who_needs_a_sleeping_device_waits_for_it() -> None:
     book.answer(Ask("sleep", "sleep", {"b": {}}, {"wake_s": 10.0}))
     book.answer(load("a", "b"))
     assert book.clock() == pytest.approx(10.0)
+
+
+def test_a_device_with_a_table_of_its_own_computes_as_it_was_measured(tmp_path: Path) -> None:
+    device_under_test = VirtualDevice()
+    phases = [("forward", 0.1, 4.0), ("backward", 0.2, 4.0), ("optimiser", 0.3, 5.0)]  # each with those before it
+    candidate = device_under_test.candidate(3, phases)
+    plan = Plan(5, 10.0, 30.0, 30.0, 20.0, 7)
+    measured = measure(candidate, plan, device_under_test.bench())
+    row = make_row(candidate.point, ("forward", "backward", "optimiser"), measured, device_under_test.trace, "", Link())
+    meter = MeterFacts("ina", "module input (VDD_IN)", "measured", 0.007, None, ())
+    table = Table("training", "jetson_nano", "a test", {"fan": "on"}, "/", meter, plan, 1, (row,))
+    head = {"schema_version": 1, "kind": TABLE_KIND}
+    (tmp_path / "nano.json").write_text(json.dumps({**head, **to_document(table)}))
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(PAPER.read_text().replace('name = "nano-1"', 'name = "nano-1"\ntable = "nano.json"'))
+    nano = load_fleet(fleet, "A").devices[0]
+    (recorded,) = nano.recorded.values()
+    cost = cost_of(nano, replace(WORK, split=3), 64)
+    assert (cost.forward_s, cost.backward_s) == (recorded.forward_s, recorded.backward_s)
+    assert cost.forward_s + cost.backward_s == pytest.approx(row.seconds_per_image.mean)
+    assert row.energy is not None
+    assert cost.energy_j == pytest.approx(row.energy.measured_j.mean + (cost.sent_s + cost.received_s) * cost.link_w)
+    assert cost_of(nano, replace(WORK, split=4), 64) != cost  # not measured: modelled
