@@ -51,13 +51,15 @@ class P3slCell:
 @dataclass(frozen=True)
 class P3slRates:
     """What is the same for all cells: `aggregate_every` is R; `threshold` is T_FSIM where the leakage table has none, 0
-    what the splits show least of without any noise."""
+    what the splits show least of without any noise; `draw` is "keyed" (an image has the same noise for ever) or
+    "fresh"."""
 
     epochs: int
     batch: int
     learning_rate: float
     aggregate_every: int
     threshold: float
+    draw: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class P3slEpoch:
 @dataclass(frozen=True)
 class P3slDevice:
     """One device at the end. FSIM is what the leakage table has for its split without noise and with; `chain` is the
-    accuracy of its own part with the server's rest, None where a method has no such thing."""
+    accuracy of its own part with the server's rest, None where a method has no such thing; `own_accuracy` that of what
+    it holds in the end, with its noise on what it sends to be predicted."""
 
     split: int
     splits: tuple[int, ...]  # that it had, in turn
@@ -84,6 +87,7 @@ class P3slDevice:
     fsim_clean: float
     fsim: float
     chain: float | None
+    own_accuracy: float
     awake_share: float
     joules: dict[str, float]  # of an epoch, modelled
 
