@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +121,40 @@ def test_a_device_that_is_killed_in_its_turn_and_one_that_changes_its_split_do_n
 
 def newest(deployment: Deployment, device: str) -> list[str]:
     return sorted(path.name for path in (deployment.root / "state" / device / "parts").glob("part.*"))
+
+
+SEVEN = {"nano-1": 1, "nano-2": 2, "nano-3": 1, "nano-4": 2, "pi-1": 1, "pi-2": 1, "laptop": 2}
+
+
+@pytest.mark.slow
+def test_seven_devices_of_the_papers_fleet_train_one_after_another(package: Path, tmp_path: Path) -> None:
+    """Each keeps its own part through two aggregations; all sleep while the others train."""
+    keys = tmp_path / "keys"
+    named = [word for name in SEVEN for word in ("--device", name)]
+    subprocess.run([sys.executable, "-m", "tools.make_keys", "-o", str(keys), "--site", "site", *named], check=True)
+    world = tmp_path / "world"
+    world.mkdir()
+    for name in ("parts", "parts.backend", "classes.txt"):
+        (world / name).symlink_to(package / name)
+    (world / "keys").symlink_to(keys)
+    for place, name in enumerate(SEVEN):
+        shutil.copy(package / "keys" / "devices" / FIRST / "publisher.pub", keys / "devices" / name / "publisher.pub")
+        (world / name).symlink_to(package / DEVICES[place % 2])
+    deployment = Deployment(world, tmp_path, front="parts")
+    words = ("--public", package / FIRST / "test", "--aggregate-every", 2, "--sleep-least-s", 0.2, "--epochs", 4)
+    with deployment.server(*OPTIONS, *words, strategy="p3sl") as server:
+        started = {name: deployment.start_device(name, *MODE, "--split", split) for name, split in SEVEN.items()}
+        reports = {name: deployment.report_of(name, process) for name, process in started.items()}
+        assert server.wait(timeout=120) == 0, (tmp_path / "server.log").read_text()
+    lines = records(deployment)
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    assert all(line[f"split/{name}"] == split for line in lines for name, split in SEVEN.items())
+    assert lines[-1]["aggregated"] == 7 and lines[-1]["loss"] < lines[0]["loss"]
+    assert all(report["stages_s"]["sleep"] > 0 for report in reports.values())
+    own, whole = {name: held(deployment, name) for name in SEVEN}, published(deployment)
+    shared = own["nano-1"].keys()
+    for name in shared:
+        mean = np.mean([each[name].astype(np.float64) for each in own.values()], axis=0)
+        np.testing.assert_allclose(whole[name], mean, rtol=1e-5, atol=1e-6)
+    parts = [b"".join(each[name].tobytes() for name in sorted(shared)) for each in own.values()]
+    assert len(set(parts)) == 7  # personalised: no two are alike
