@@ -10,14 +10,16 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from contract import commands
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.output import check_output_file
+from edge_runtime import commands as edge_commands
 from edge_runtime.config import (
     FIELDS,
     LABEL_MODES,
@@ -43,18 +45,20 @@ EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edg
 
 def parser() -> ArgumentParser:
     """Every setting of the configuration is a flag; the rest is about this one call."""
-    commands = ArgumentParser(
-        "edge-run", "Run a model's frontend on this device's images and adapt with the server.", EPILOG
+    flags = ArgumentParser(
+        "edge-run",
+        "Run a model's frontend on this device's images and adapt with the server.",
+        f"{EPILOG} {commands.epilog('edge-run', commands.names(edge_commands))}",
     )
     for field in FIELDS:
-        commands.add_argument(
+        flags.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
             help=field.help,
         )
-    purposes = commands.add_mutually_exclusive_group()
+    purposes = flags.add_mutually_exclusive_group()
     purposes.add_argument(
         "--infer", action="store_true", help="predict the classes of the images instead of adapting to them"
     )
@@ -71,24 +75,24 @@ def parser() -> ArgumentParser:
         action="store_true",
         help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
     )
-    commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
-    commands.add_argument(
+    flags.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
+    flags.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
-    commands.add_argument(
+    flags.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
         help="write the report to FILE instead of stdout; with --preview a folder",
     )
-    commands.add_argument(
+    flags.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration file instead of ./edge.toml or ./cutlayer.toml"
     )
-    commands.add_argument(
+    flags.add_argument(
         "--show-config", action="store_true", help="print every setting and where it comes from, and stop"
     )
-    return commands
+    return flags
 
 
 def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
@@ -166,11 +170,17 @@ def print_text(output: Path | None, write: Callable[[], None]) -> None:
         write_output(output, text.getvalue().encode())
 
 
+def edge_run_or_command(words: Sequence[str]) -> int:
+    """A command beside running, or a run. Raises: CutlayerError."""
+    code = commands.run_named("edge-run", edge_commands, words)
+    return edge_run(parser().parse_args(words), os.environ, Path.cwd()) if code is None else code
+
+
 def main() -> int:
     """Entry point of edge-run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
-    code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
+    code = run_command(lambda: edge_run_or_command(sys.argv[1:]))
     if workers_left():
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end

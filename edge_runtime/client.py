@@ -203,20 +203,9 @@ class Client:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _options(self, context: ssl.SSLContext | None) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "ssl": context,
-            "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
-            "max_size": CODEC_LIMITS.frame_bytes,
-            "max_queue": 4,
-            "open_timeout": self._limits.open_s,
-            "close_timeout": self._limits.goodbye_s,
-            "ping_interval": None,
-        }
+        options = socket_options(self._endpoint.server, context, self._limits)
         if self._marks is not None:
             options["create_connection"] = connection_that_tells(self._marks)
-        takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
-        if takes_proxy and is_loopback(urlsplit(self._endpoint.server).hostname or ""):
-            options["proxy"] = None  # else the environment's would be asked for this very machine
         return options
 
     async def _read(self, socket: ClientConnection) -> None:
@@ -309,6 +298,24 @@ def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
+
+
+def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:
+    """How this device's sockets are opened."""
+    limits = limits or ClientLimits()
+    options: dict[str, Any] = {
+        "ssl": context,
+        "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
+        "max_size": CODEC_LIMITS.frame_bytes,
+        "max_queue": 4,
+        "open_timeout": limits.open_s,
+        "close_timeout": limits.goodbye_s,
+        "ping_interval": None,
+    }
+    takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
+    if takes_proxy and is_loopback(urlsplit(server).hostname or ""):
+        options["proxy"] = None  # else the environment's would be asked for this very machine
+    return options
 
 
 def channel_binding(socket: ClientConnection) -> bytes:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from contract import commands
 from contract.config import Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
+from . import commands as server_commands
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
@@ -43,7 +45,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="server-run",
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
-        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
+        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml. "
+        + commands.epilog("server-run", commands.names(server_commands)),
     )
     choices = {
         "strategy": strategies.names(),
@@ -68,6 +71,12 @@ def _parser() -> ArgumentParser:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    code = commands.run_named("server-run", server_commands, words)
+    return _serve(words) if code is None else code
+
+
+def _serve(arguments: Sequence[str]) -> int:
     flags = vars(_parser().parse_args(arguments))
     file = find_file(flags["config"], Path())
     resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)

@@ -19,6 +19,7 @@ from contract.messages import (
     Activations,
     Bye,
     Checkpoints,
+    Enrol,
     Features,
     Gradient,
     Heartbeat,
@@ -30,6 +31,7 @@ from contract.messages import (
     Scores,
     Settled,
     Update,
+    Vouch,
 )
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
 
@@ -143,6 +145,20 @@ class Connection:
             self._socket.transport.abort()
         self._wake.set()
 
+    @property
+    def name(self) -> str:
+        """Its device's name, once it was let in."""
+        return self._known.device.name
+
+    def standing(self) -> RefusedError | None:
+        """Why its device may not stay, by the roster as it is now; None where it may. Reads files."""
+        return self._admission.standing()
+
+    async def dismiss(self, error: RefusedError) -> None:
+        """Its device may not stay: say so, and close."""
+        if self._session.state is State.OPEN:
+            await self._refuse(error.code, error, error.retry_after_s)
+
     async def replace(self) -> None:
         """A newer session of the same device takes over."""
         await self._socket.close(_REPLACED, "replaced by a newer session")
@@ -198,8 +214,10 @@ class Connection:
 
     async def _receive(self, received: Received) -> None:
         message = received.message
-        if isinstance(message, Hello | Proof):
+        if isinstance(message, Hello | Proof | Enrol | Vouch):
             self._session.send(await self._hub.in_store(self._admission.answer, message))
+            if self._session.state is State.CLOSED:  # enrolled: there is nothing more to say
+                await self._drain()
             if self._admission.joined is not None:
                 self._wake.set()
                 await self._hub.join(self)

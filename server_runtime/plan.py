@@ -18,6 +18,7 @@ from contract.manifest import TransformRules
 from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
 
 from . import strategies
+from .aggregation import RULES
 from .schedule import SCHEDULES
 from .similarity import read_threshold
 
@@ -44,6 +45,8 @@ FIELDS = (
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
     Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
+    Field("average", str, "mean", "how parts become one: " + ", ".join(RULES) + "; the last two bear some false ones"),
+    Field("outlier", float, 10.0, "a part that moved so many times as far as the median one is left out; 0: none is"),
     Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
     Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
     Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
@@ -77,8 +80,9 @@ FIELDS = (
 _EEFT = frozenset({"threshold", "alone"})
 _EFT_VIT = frozenset({"fraction", "server_epochs", "server_rate", "medians", "store_mb", "store_rounds"})
 _OF_ROUNDS = frozenset({"local_epochs", "quorum"}) | _EFT_VIT | _EEFT
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
+_ON_DEVICES = ("batch", "average", "outlier", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
 _IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # which can ask any share of the devices
+_AVERAGED = ("fed_avg", "fed_avg_own_heads", "fed_bfpt", "parallel_split", "split_fed")  # by a rule that may be chosen
 _OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
 _WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
@@ -112,6 +116,8 @@ class Plan:
     warmup: int = 0
     local_epochs: int = 1
     quorum: int = 0
+    average: str = "mean"
+    outlier: float = 10.0
     cuts: str = ""
     fraction: float = 1.0
     server_epochs: int = 2
@@ -157,13 +163,17 @@ class Plan:
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
         if not 0 < self.fraction <= 1:
             raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
-        for name in ("medians", "server_rate"):
+        for name in ("medians", "server_rate", "outlier"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+        if self.average not in RULES:
+            raise _wrong("average", f"one of {', '.join(RULES)}", self.average, suggest(self.average, RULES))
+        if self.average != "mean" and self.strategy not in _AVERAGED:
+            raise _wrong("average", f"mean, as {self.strategy} has a rule of its own, or averages nothing", self.average)
         self._check_prototypes()
 
     def _check_prototypes(self) -> None:

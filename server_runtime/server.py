@@ -103,6 +103,7 @@ class Server:
         self._started = asyncio.Event()  # the torch process may be told things
         self._ready = asyncio.Event()  # and has loaded its backend
         self._fault: BaseException | None = None
+        self._roster_seen = job.roster.version()
         self._child: TorchChild | None = None
         self.outcome = Outcome()
 
@@ -334,6 +335,19 @@ class Server:
                 self._beat(site)
             for connection in list(self._open):
                 connection.tick()
+            await self._dismiss_revoked()
+
+    async def _dismiss_revoked(self) -> None:
+        """Who was revoked, or whose key is another now, does not stay until it happens to connect again."""
+        if (version := self._job.roster.version()) == self._roster_seen:
+            return
+        self._roster_seen = version
+        for connection in list(self._devices.values()):
+            error = await self.in_store(connection.standing)
+            if error is not None:
+                self._say(f"device {connection.name}: {error.cause}")
+                with contextlib.suppress(ConnectionClosed):
+                    await connection.dismiss(error)
 
     # -- the end
 
