@@ -34,7 +34,9 @@ def is_usable(reply: Gradient, rows: int, width: int) -> bool:
     )
 
 
-def average(whole: Arrays, parts: Sequence[Arrays], weights: Sequence[float], rule: str = "mean") -> dict[str, np.ndarray]:
+def average(
+    whole: Arrays, parts: Sequence[Arrays], weights: Sequence[float], rule: str = "mean"
+) -> dict[str, np.ndarray]:
     """One part of several, by a rule of `RULES`; a tensor that a part lacks counts as W's (P3SL Eq. 1).
 
     "mean" is sum_i n_i (W_ci (+) W) / sum_i n_i, by weight, summed in float64, so that equal parts give that part, bit

@@ -54,7 +54,8 @@ def _parser() -> ArgumentParser:
         "schedule": SCHEDULES,
         "server_copies": plan.SERVER_COPIES,
     }
-    metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
+    metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
+    metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")
     kinds = {Path: "PATH", int: "N", float: "X"}
     for field in FIELDS:
         if field.name != "public":
@@ -110,6 +111,7 @@ def _serve(arguments: Sequence[str]) -> int:
             start=_start_frame(run, folder, roster.sites),
             threads=run.plan.threads,
             exit_when_done=flags["exit_when_done"],
+            metrics=None if values["metrics"] is None else plan.parse_address("metrics", values["metrics"]),
         )
         announce: Callable[[str], None] = say if as_json else _print_now
         outcome = asyncio.run(Server(job, store, announce, say).run())

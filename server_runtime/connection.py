@@ -108,6 +108,9 @@ class Connection:
         self._step = -1
         self._limits = ConnectionLimits()
         self._since_s = time.monotonic()  # when it was opened, or began to leave
+        self.opened_s = self.heard_s = self._since_s
+        self.received_bytes, self.sent_bytes = 0, 0
+        self.heartbeat: Heartbeat | None = None  # the newest that its device sent
 
     # -- what the server does with it
 
@@ -176,6 +179,7 @@ class Connection:
             task.add_done_callback(self._hang_up_unless_cancelled)
         try:
             async for frame in self._socket:
+                self.heard_s, self.received_bytes = time.monotonic(), self.received_bytes + len(frame)
                 await self._take(frame)
                 if self._session.state is State.CLOSED:
                     break
@@ -229,9 +233,11 @@ class Connection:
             await self._hub.forward(self, received)  # at once; what comes twice after a crash is counted once there
             self._applied = received.seq
             self._note_soon()
-        elif isinstance(message, Heartbeat) and message.step != self._step:
-            self._step = message.step
-            await self._hub.forward(self, received)
+        elif isinstance(message, Heartbeat):
+            self.heartbeat = message
+            if message.step != self._step:
+                self._step = message.step
+                await self._hub.forward(self, received)
 
     def _note_soon(self) -> None:
         """Replayable messages are noted as received several at once, but before the device runs out of credit."""
@@ -301,3 +307,4 @@ class Connection:
             while frames := self._session.frames_to_send():
                 for frame in frames:
                     await self._socket.send(frame)
+                    self.sent_bytes += len(frame)

@@ -31,6 +31,7 @@ FIELDS = (
     Field("roster", Path, REQUIRED, "folder of enrolled devices: ROSTER/<site>/<device>.pub"),
     Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback"),
     Field("certificate_key", Path, None, "private key of the certificate (PEM)"),
+    Field("metrics", str, None, "HOST:PORT of a status page and Prometheus metrics, over plain HTTP; default: none"),
     Field("runs", Path, Path("runs"), "folder of run directories"),
     Field("run", str, None, "which run to start or take up; default: the newest unfinished one of the same plan"),
     Field("label_mode", str, "permuted-label", "where labels stay: " + ", ".join(LABEL_MODES)),
@@ -46,7 +47,7 @@ FIELDS = (
     Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
     Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
     Field("average", str, "mean", "how parts become one: " + ", ".join(RULES) + "; the last two bear some false ones"),
-    Field("outlier", float, 10.0, "a part that moved so many times as far as the median one is left out; 0: none is"),
+    Field("outlier", float, 100.0, "a part that moved so many times as far as the median one is left out; 0: none is"),
     Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
     Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
     Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
@@ -117,7 +118,7 @@ class Plan:
     local_epochs: int = 1
     quorum: int = 0
     average: str = "mean"
-    outlier: float = 10.0
+    outlier: float = 100.0
     cuts: str = ""
     fraction: float = 1.0
     server_epochs: int = 2
@@ -173,7 +174,7 @@ class Plan:
         if self.average not in RULES:
             raise _wrong("average", f"one of {', '.join(RULES)}", self.average, suggest(self.average, RULES))
         if self.average != "mean" and self.strategy not in _AVERAGED:
-            raise _wrong("average", f"mean, as {self.strategy} has a rule of its own, or averages nothing", self.average)
+            raise _wrong("average", f"mean: {self.strategy} has a rule of its own, or none", self.average)
         self._check_prototypes()
 
     def _check_prototypes(self) -> None:
@@ -297,10 +298,7 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
     Raises:
         ConfigError: it is no HOST:PORT, only half of certificate and key is given, or TLS is missing off loopback.
     """
-    host, _, port_text = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
-    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise _wrong("listen", "HOST:PORT, such as 0.0.0.0:8443", listen)
+    host, port = parse_address("listen", listen)
     if (certificate is None) != (certificate_key is None):
         present, missing = ("certificate", "certificate_key") if certificate else ("certificate_key", "certificate")
         raise ConfigError(f"{present} is set, {missing} is not", "set both, or neither to listen on loopback only")
@@ -309,7 +307,20 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
             f"listening on {host} needs TLS, and no certificate is set",
             "give --certificate and --certificate-key (tools/make_keys makes a pair), or listen on 127.0.0.1",
         )
-    return Listen(host, int(port_text), certificate, certificate_key)
+    return Listen(host, port, certificate, certificate_key)
+
+
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """HOST:PORT of a setting.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port_text = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
+    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
+        raise _wrong(name, "HOST:PORT, such as 0.0.0.0:8443", text)
+    return host, int(port_text)
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from websockets.asyncio.server import Server as SocketServer
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -34,9 +35,11 @@ from .admission import Admission, Terms
 from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
 from .listening import bind_address, tls_context
+from .observatory import WRITE_S, newest_metrics, shown, write_status
 from .pipe import PipeFrame
 from .plan import Listen
-from .roster import Roster
+from .roster import Device, Roster
+from .status import Past, SiteStanding, Standing, device_standing
 from .store import Store
 from .torch_child import TorchChild
 
@@ -66,6 +69,7 @@ class Job:
     start: PipeFrame  # for the torch process
     threads: int
     exit_when_done: bool
+    metrics: tuple[str, int] | None = None  # host and port of what `observatory` shows
 
 
 @dataclass
@@ -75,6 +79,7 @@ class _SiteStatus:
     step: int = 0
     since_s: float = 0.0
     said_s: float = float("-inf")
+    turned_s: float = 0.0  # when it began to do, or to wait for, what it says
 
 
 @dataclass
@@ -98,12 +103,15 @@ class Server:
         self._devices: dict[str, Connection] = {}
         self._status = {site: _SiteStatus() for site in job.roster.sites}
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
+        self._past = {name: Past() for name in job.roster.devices}
+        self._began_s = time.monotonic()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
         self._started = asyncio.Event()  # the torch process may be told things
         self._ready = asyncio.Event()  # and has loaded its backend
         self._fault: BaseException | None = None
         self._roster_seen = job.roster.version()
+        self._known: Mapping[str, Device | None] = job.roster.devices  # as the roster was when it last changed
         self._child: TorchChild | None = None
         self.outcome = Outcome()
 
@@ -124,7 +132,10 @@ class Server:
             socket_server = await stack.enter_async_context(await self._listen(context, binding))
             self._child = await TorchChild.start(self._job.start, self._job.threads)
             self._started.set()
-            for endless in (self._listen_to_child(), self._tick()):
+            if self._job.metrics is not None:
+                port = await stack.enter_async_context(shown(*self._job.metrics, self._standing))
+                self._say(f"status page and metrics on http://{self._job.metrics[0]}:{port}")
+            for endless in (self._listen_to_child(), self._tick(), self._write_status()):
                 task = asyncio.create_task(endless)
                 task.add_done_callback(self._give_up_if_failed)
                 stack.callback(task.cancel)
@@ -200,7 +211,42 @@ class Server:
             self._give_up(error)
         finally:
             self._open.discard(connection)
+            self._note_past(connection)
             await self._leave(connection)
+
+    # -- how it stands
+
+    def _note_past(self, connection: Connection) -> None:
+        if connection.joined is not None:
+            past = self._past[connection.name]
+            past.received_bytes += connection.received_bytes
+            past.sent_bytes += connection.sent_bytes
+            past.left_s, past.heard_s = time.monotonic(), connection.heard_s
+
+    async def _write_status(self) -> None:
+        while True:
+            # Standing is taken here, written in the store's thread: the disk may be slow.
+            await self.in_store(write_status, self._job.root, self._standing())
+            await asyncio.sleep(WRITE_S)
+
+    def _standing(self) -> Standing:
+        now_s, terms = time.monotonic(), self._job.terms
+        newest = newest_metrics(self._job.root / "metrics.jsonl", tuple(self._status))
+        return Standing(
+            terms.run, terms.strategy, terms.label_mode, terms.package_digest, terms.kappa, now_s - self._began_s,
+            len(self._open), len(self._requests), psutil.Process().memory_info().rss,
+            tuple(self._site_standing(site, newest[site], now_s) for site in self._status),
+            tuple(
+                device_standing(self._known.get(name) or device, self._devices.get(name), self._past[name], now_s)
+                for name, device in sorted(self._job.roster.devices.items())
+            ),
+        )  # fmt: skip
+
+    def _site_standing(self, site: str, newest: Mapping[str, pipe.Value], now_s: float) -> SiteStanding:
+        status, failed = self._status[site], self.outcome.failed.get(site)
+        state = "failed" if failed else "trained" if site in self.outcome.ended else "running"
+        since_s = now_s - status.turned_s if status.text else None
+        return SiteStanding(site, state, status.text, status.busy, since_s, failed.cause if failed else None, newest)
 
     def _give_up_if_failed(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -218,6 +264,7 @@ class Server:
         joined = connection.joined
         assert joined is not None and self._child is not None
         name, site = joined.device.name, joined.device.site
+        self._past[name].connections += 1
         older = self._devices.get(name)
         self._devices[name] = connection
         if older is not None:
@@ -313,6 +360,8 @@ class Server:
         turned = status.text.split(" ")[0] != frame.text.split(" ")[0]  # from training to pausing, say
         status.text, status.busy, status.since_s = frame.text, bool(frame.values["busy"]), now_s
         status.step += 1
+        if turned:
+            status.turned_s = now_s
         if turned or now_s - status.said_s >= self._limits.line_s:
             status.said_s = now_s
             self._say(f"site {frame.site}: {frame.text}")
@@ -342,6 +391,8 @@ class Server:
         if (version := self._job.roster.version()) == self._roster_seen:
             return
         self._roster_seen = version
+        roster = self._job.roster
+        self._known = await self.in_store(lambda: {name: roster.current(name) for name in roster.devices})
         for connection in list(self._devices.values()):
             error = await self.in_store(connection.standing)
             if error is not None:
