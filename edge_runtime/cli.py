@@ -10,8 +10,10 @@ import asyncio
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ FORMATS = ("table", "csv", "json")
 PREVIEW_NEEDS = ("engine", "trust", "state")
 RELEASES_NEEDS = ("state",)
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
+KEEP_MB = 1024
+JOULES_PER_WH = 3600.0
 EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edge.toml or cutlayer.toml [device]."
 
 
@@ -74,6 +78,19 @@ def parser() -> ArgumentParser:
         "--releases",
         action="store_true",
         help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
+    )
+    purposes.add_argument(
+        "--offline",
+        action="store_true",
+        help="make features without a server and keep them for edge-run sync; the settings are those of a run",
+    )
+    flags.add_argument("--budget", type=float, metavar="WH", help="with --offline: stop after so many watt-hours")
+    flags.add_argument("--until", metavar="TIME", help="with --offline: stop at HH:MM, or after +N s, m or h")
+    flags.add_argument(
+        "--keep-mb",
+        type=int,
+        metavar="N",
+        help=f"with --offline: most MB that are kept, oldest go first and are counted (default: {KEEP_MB})",
     )
     flags.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
     flags.add_argument(
@@ -111,13 +128,37 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return 0
     if isinstance(config, PreviewConfig):
         return show_preview(config, arguments)
+    for name in ("budget", "until", "keep_mb"):
+        if getattr(arguments, name) is not None and not arguments.offline:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing without --offline", "leave it out")
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
+    if arguments.offline:
+        return work_offline(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
+    if report is not None:
+        print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def work_offline(config: DeviceConfig, arguments: argparse.Namespace) -> int:
+    """A day without a server. Raises: CutlayerError."""
+    from edge_runtime.offline import Bounds, parse_until, run_offline
+
+    for name in ("budget", "keep_mb"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"--{name.replace('_', '-')} should be more than 0, found {value}", "correct it")
+    until_s = None
+    if arguments.until is not None:
+        until_s = time.monotonic() + parse_until(arguments.until, datetime.now().astimezone())
+    energy_j = None if arguments.budget is None else arguments.budget * JOULES_PER_WH
+    bounds = Bounds(energy_j, until_s, (arguments.keep_mb or KEEP_MB) * 1_000_000)
+    report = asyncio.run(run_offline(config, bounds, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0

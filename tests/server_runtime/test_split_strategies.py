@@ -544,7 +544,10 @@ def test_se_01_rounds_without_any_usable_part_end_training(name: str, model: Mod
     [
         (lambda tensors: {"foreign.weight": np.ones(2, np.float32), **tensors}, "unknown foreign.weight"),
         (lambda tensors: {k: v for k, v in tensors.items() if k != "cls_token"}, "without cls_token"),
-        (lambda tensors: tensors | {"cls_token": np.ones((1, 2), np.float32)}, r"cls_token \(1, 2\) instead of"),
+        (
+            lambda tensors: tensors | {"cls_token": np.ones((1, 2), np.float32)},
+            r"cls_token float32 \(1, 2\) instead of",
+        ),
     ],
 )
 def test_se_04_a_part_of_another_model_is_left_out_with_its_names_and_the_run_goes_on(
