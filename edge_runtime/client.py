@@ -37,6 +37,7 @@ from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
+from edge_runtime.standing import Link
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
 CLOSED_AS_REPLACED = 4000  # the server's close code for an older session of a device
@@ -88,6 +89,7 @@ class Client:
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars."""
         self.traffic = Traffic()
+        self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
@@ -128,7 +130,10 @@ class Client:
             if once:
                 raise UnreachableError(told.cause, told.cure) from failure
             retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
-            await self._wait(told, self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), stop)
+            wait_s, now_s = self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), time.monotonic()
+            since_s = now_s if self.link.connected else self.link.since_s
+            self.link = Link(False, since_s, told.cause, told.cure, now_s + wait_s)
+            await self._wait(told, wait_s, stop)
 
     async def _wait(self, told: Failure, wait_s: float, stop: asyncio.Event) -> None:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
@@ -181,6 +186,7 @@ class Client:
     async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
         async with connect(self._endpoint.server, **self._options(context)) as socket:
             self._connected = True
+            self.link = Link(True, time.monotonic())
             self.traffic.connections += 1
             self._conduct.connect(channel_binding(socket))
             tasks = [

@@ -116,6 +116,11 @@ class Spool:
         self._lock = threading.Condition(threading.RLock())
         self._recover()
 
+    @property
+    def pending(self) -> int:
+        """Frames that are not acknowledged."""
+        return len(self._places)
+
     def payload(self, seq: int) -> Payload:
         """What was kept under `seq`, ready to be sent under any numbers.
 
