@@ -32,6 +32,7 @@ from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
 from edge_runtime.releases import account, summary
 from edge_runtime.report import Report, peak_rss_mb
+from edge_runtime.service import Notifier
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
 from edge_runtime.standing import Standing
@@ -59,6 +60,7 @@ class StopSignals:
         if self.asked.is_set():
             os._exit(128 + number)
         self._say("stopping; a second signal ends edge-run at once")
+        Notifier().tell("STOPPING=1")
         self.asked.set()
         self.thread_asked.set()
 

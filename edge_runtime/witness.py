@@ -15,6 +15,7 @@ from pathlib import Path
 
 from contract import exposition
 from contract.errors import ConfigError
+from edge_runtime.service import Notifier
 from edge_runtime.standing import Standing, families
 
 STATUS_FILE = "status.json"
@@ -26,15 +27,18 @@ REQUEST_S = 5.0
 class Witness:
     """One run's."""
 
-    def __init__(self, root: Path, look: Callable[[], Standing]) -> None:
-        self._path, self._look = root / STATUS_FILE, look
+    def __init__(self, root: Path, look: Callable[[], Standing], notifier: Notifier | None = None) -> None:
+        self._path, self._look, self._notifier = root / STATUS_FILE, look, notifier or Notifier()
         self._turn: object = None
         self._written_s = float("-inf")
 
     async def keep(self) -> None:
         """For as long as the run lasts."""
+        self._notifier.tell("READY=1")
         while True:
-            self.write_if_turned(self._look())
+            at = self._look()
+            self.write_if_turned(at)
+            self._notifier.beat(at)
             await asyncio.sleep(LOOK_S)
 
     def write_if_turned(self, at: Standing) -> None:
