@@ -28,8 +28,8 @@ SERVICE = Service(
     None,
 )
 AT = Standing(
-    "pi", "adapt", "wss://h:1", "boot", 1, 5.0, 0.0, Link(False, 0.0, "the network is down"), None, "", True, 3, "", 0.0,
-    9, None, 0, 0, 0, 0, 0, None, "none", 1, "ab", "permuted-label",
+    "pi", "adapt", "wss://h:1", "boot", 1, 5.0, 0.0, Link(False, 0.0, "the network is down"), None, "", True, 3, "",
+    0.0, 9, None, 0, 0, 0, 0, 0, None, "none", 1, "ab", "permuted-label",
 )  # fmt: skip
 
 
