@@ -35,7 +35,7 @@ from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.service import Notifier
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
-from edge_runtime.standing import Standing
+from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
@@ -71,6 +71,7 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     Raises: CutlayerError of whatever failed.
     """
     tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
+    say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
     watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
@@ -135,13 +136,14 @@ async def converse(
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
         client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks)
-        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool))
+        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
             try:
                 outcome = await client.run(signals.asked, once)
             finally:
                 watching.cancel()
+                witness.write()  # its last words, for edge-run status and report
                 delivery.close()
         on_tick()
     for stage in ("upload", "predict"):
@@ -170,7 +172,12 @@ async def converse(
 
 
 def standing_of(
-    equipment: Equipment, client: Client, conduct: Conduct, delivery: Delivery, spool: Spool
+    equipment: Equipment,
+    client: Client,
+    conduct: Conduct,
+    delivery: Delivery,
+    spool: Spool,
+    say: Callable[[str], None],
 ) -> Callable[[], Standing]:
     """Looks at a conversation, whenever it is called."""
     began_s, boot, process = time.monotonic(), boot_id(), psutil.Process()
@@ -205,6 +212,7 @@ def standing_of(
             rss_bytes=process.memory_info().rss,
             package_digest=equipment.terms.package_digest,
             label_mode=equipment.terms.label_mode,
+            recent=say.recent if isinstance(say, Recorder) else (),
         )
 
     return look

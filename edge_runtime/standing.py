@@ -6,7 +6,8 @@ monotonic clock, so that a clock that is set, or never was, makes no age wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,10 +55,28 @@ class Standing:
     rss_bytes: int
     package_digest: str
     label_mode: str
+    recent: tuple[tuple[float, str], ...] = ()  # the last lines that were said, with their moments
 
     def document(self) -> dict[str, Any]:
         """As JSON says it."""
         return asdict(self)
+
+
+class Recorder:
+    """A flight recorder: says what it is told, and remembers the last of it."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float], lines: int = 100) -> None:
+        self._say, self._clock = say, clock
+        self._lines: deque[tuple[float, str]] = deque(maxlen=lines)
+
+    def __call__(self, text: str) -> None:
+        self._lines.append((self._clock(), text))
+        self._say(text)
+
+    @property
+    def recent(self) -> tuple[tuple[float, str], ...]:
+        """Oldest first."""
+        return tuple(self._lines)
 
 
 def families(at: Standing) -> list[Family]:

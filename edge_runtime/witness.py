@@ -54,6 +54,13 @@ class Witness:
         if turn == self._turn and at.taken_s - self._written_s < WRITE_S:
             return
         self._turn, self._written_s = turn, at.taken_s
+        self._write(at)
+
+    def write(self) -> None:
+        """Now, whatever was written last."""
+        self._write(self._look())
+
+    def _write(self, at: Standing) -> None:
         draft = self._path.with_name(STATUS_FILE + ".partial")
         with contextlib.suppress(OSError):  # a full disk must not end a run that needs none
             draft.write_text(json.dumps(at.document()) + "\n", "utf-8")
