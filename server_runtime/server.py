@@ -34,7 +34,7 @@ from .acceptance import Expected
 from .admission import Admission, Terms
 from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
-from .listening import bind_address, tls_context
+from .listening import bind_address, shrink_tls_buffers, tls_context
 from .observatory import WRITE_S, newest_metrics, shown, write_status
 from .pipe import PipeFrame
 from .plan import Listen
@@ -125,6 +125,7 @@ class Server:
             TrainingError: the torch process ended, or no site can go on.
         """
         context, binding = tls_context(self._job.listen)
+        shrink_tls_buffers()
         self._load_requests()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
