@@ -16,6 +16,21 @@ from server_runtime.pipe import PipeFrame
 from tests.over_loopback.test_server_connections import Bench, on_server
 
 
+def show_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of a bench show how they stand, on a free port that they say."""
+    real = Bench.__init__
+
+    def with_metrics(self: Bench, *arguments: object) -> None:
+        real(self, *arguments)  # type: ignore[arg-type]
+        self.server._job = replace(self.server._job, metrics=("127.0.0.1", 0))
+
+    monkeypatch.setattr(Bench, "__init__", with_metrics)
+
+
+def port_of(bench: Bench) -> int:
+    return int(next(said for said in bench.said if said.startswith("status page")).rsplit(":", 1)[1])
+
+
 async def get(port: int, path: str) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
@@ -33,7 +48,7 @@ def test_metrics_status_and_page_say_who_is_here_and_what_is_waited_for(
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(line) + '\n{"site": "cli')
 
     async def story(bench: Bench) -> None:
-        port = int(next(said for said in bench.said if said.startswith("status page")).rsplit(":", 1)[1])
+        port = port_of(bench)
         async with bench.device() as device:
             await device.send(Heartbeat(4, True, "", 0.0))
             waits = PipeFrame(pipe.STATUS, "clinic", text="paused: waiting for jetson", values={"busy": False})
@@ -59,13 +74,7 @@ def test_metrics_status_and_page_say_who_is_here_and_what_is_waited_for(
             assert "joule" not in metrics
             assert "Cutlayer" in await get(port, "/")
 
-    real = Bench.__init__
-
-    def with_metrics(self: Bench, *arguments: object) -> None:
-        real(self, *arguments)  # type: ignore[arg-type]
-        self.server._job = replace(self.server._job, metrics=("127.0.0.1", 0))
-
-    monkeypatch.setattr(Bench, "__init__", with_metrics)
+    show_metrics(monkeypatch)
     on_server(story, tmp_path, monkeypatch)
     assert run_command(lambda: status_cli._main(["--runs", str(tmp_path), "--format", "json"])) == 0
     told = json.loads(capsys.readouterr().out)
