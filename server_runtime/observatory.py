@@ -43,10 +43,11 @@ def newest_metrics(path: Path, sites: tuple[str, ...], tail_bytes: int = 1 << 16
 
 
 def write_status(root: Path, standing: Standing) -> None:
-    """Replace the file; not synced, as it says nothing that outlives the server."""
+    """Replace the file; not synced, as it outlives no server, and a full disk is the store's news."""
     path, draft = root / STATUS_FILE, root / (STATUS_FILE + ".part")
-    draft.write_text(json.dumps(standing.document()) + "\n", "utf-8")
-    os.replace(draft, path)
+    with contextlib.suppress(OSError):
+        draft.write_text(json.dumps(standing.document()) + "\n", "utf-8")
+        os.replace(draft, path)
 
 
 @contextlib.asynccontextmanager

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from websockets.asyncio.server import Server as SocketServer
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -35,11 +34,12 @@ from .admission import Admission, Terms
 from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
 from .listening import bind_address, shrink_tls_buffers, tls_context
-from .observatory import WRITE_S, newest_metrics, shown, write_status
+from .observatory import WRITE_S, shown, write_status
 from .pipe import PipeFrame
 from .plan import Listen
-from .roster import Device, Roster
-from .status import Past, SiteStanding, Standing, device_standing
+from .register import Register
+from .roster import Roster
+from .status import SiteStanding, Standing
 from .store import Store
 from .torch_child import TorchChild
 
@@ -103,15 +103,12 @@ class Server:
         self._devices: dict[str, Connection] = {}
         self._status = {site: _SiteStatus() for site in job.roster.sites}
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
-        self._past = {name: Past() for name in job.roster.devices}
-        self._began_s = time.monotonic()
+        self._register = Register(job.roster, job.terms, job.root)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
         self._started = asyncio.Event()  # the torch process may be told things
         self._ready = asyncio.Event()  # and has loaded its backend
         self._fault: BaseException | None = None
-        self._roster_seen = job.roster.version()
-        self._known: Mapping[str, Device | None] = job.roster.devices  # as the roster was when it last changed
         self._child: TorchChild | None = None
         self.outcome = Outcome()
 
@@ -212,17 +209,10 @@ class Server:
             self._give_up(error)
         finally:
             self._open.discard(connection)
-            self._note_past(connection)
+            self._register.went(connection)
             await self._leave(connection)
 
     # -- how it stands
-
-    def _note_past(self, connection: Connection) -> None:
-        if connection.joined is not None:
-            past = self._past[connection.name]
-            past.received_bytes += connection.received_bytes
-            past.sent_bytes += connection.sent_bytes
-            past.left_s, past.heard_s = time.monotonic(), connection.heard_s
 
     async def _write_status(self) -> None:
         while True:
@@ -231,22 +221,14 @@ class Server:
             await asyncio.sleep(WRITE_S)
 
     def _standing(self) -> Standing:
-        now_s, terms = time.monotonic(), self._job.terms
-        newest = newest_metrics(self._job.root / "metrics.jsonl", tuple(self._status))
-        return Standing(
-            terms.run, terms.strategy, terms.label_mode, terms.package_digest, terms.kappa, now_s - self._began_s,
-            len(self._open), len(self._requests), psutil.Process().memory_info().rss,
-            tuple(self._site_standing(site, newest[site], now_s) for site in self._status),
-            tuple(
-                device_standing(self._known.get(name) or device, self._devices.get(name), self._past[name], now_s)
-                for name, device in sorted(self._job.roster.devices.items())
-            ),
-        )  # fmt: skip
+        newest = self._register.metrics(tuple(self._status))
+        sites = tuple(self._site_standing(site, newest[site]) for site in self._status)
+        return self._register.standing(sites, self._devices, len(self._open), len(self._requests))
 
-    def _site_standing(self, site: str, newest: Mapping[str, pipe.Value], now_s: float) -> SiteStanding:
+    def _site_standing(self, site: str, newest: Mapping[str, Any]) -> SiteStanding:
         status, failed = self._status[site], self.outcome.failed.get(site)
         state = "failed" if failed else "trained" if site in self.outcome.ended else "running"
-        since_s = now_s - status.turned_s if status.text else None
+        since_s = time.monotonic() - status.turned_s if status.text else None
         return SiteStanding(site, state, status.text, status.busy, since_s, failed.cause if failed else None, newest)
 
     def _give_up_if_failed(self, task: asyncio.Task[None]) -> None:
@@ -265,7 +247,7 @@ class Server:
         joined = connection.joined
         assert joined is not None and self._child is not None
         name, site = joined.device.name, joined.device.site
-        self._past[name].connections += 1
+        self._register.came(name)
         older = self._devices.get(name)
         self._devices[name] = connection
         if older is not None:
@@ -389,15 +371,13 @@ class Server:
 
     async def _dismiss_revoked(self) -> None:
         """Who was revoked, or whose key is another now, does not stay until it happens to connect again."""
-        if (version := self._job.roster.version()) == self._roster_seen:
+        if not self._register.roster_changed:
             return
-        self._roster_seen = version
-        roster = self._job.roster
-        self._known = await self.in_store(lambda: {name: roster.current(name) for name in roster.devices})
-        for connection in list(self._devices.values()):
-            error = await self.in_store(connection.standing)
-            if error is not None:
-                self._say(f"device {connection.name}: {error.cause}")
+        refused = await self.in_store(self._register.look_again, dict(self._devices), self._say)
+        for name, error in refused.items():
+            connection = self._devices.get(name)
+            if connection is not None:
+                self._say(f"device {name}: {error.cause}")
                 with contextlib.suppress(ConnectionClosed):
                     await connection.dismiss(error)
 

@@ -9,6 +9,7 @@ import pytest
 
 from contract import signature
 from contract.errors import AuthError, UnreachableError, UsageError
+from contract.messages import Heartbeat
 from edge_runtime.enrolment import Desk, enrol, rotate
 from server_runtime import enrolment
 from tests.over_loopback.test_server_connections import Bench, on_server
@@ -71,3 +72,20 @@ def test_an_existing_key_is_never_replaced_and_no_server_is_said(tmp_path: Path)
     signature.save_private(key, signature.generate())
     with pytest.raises(UsageError, match="exists already"):
         enrol(desk, key, signature.generate())
+
+
+def test_a_key_that_is_half_copied_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(bench: Bench) -> None:
+        async with bench.device() as device:
+            path = tmp_path / "roster" / "clinic" / "jetson.pub"
+            whole = path.read_bytes()
+            path.unlink()
+            path.write_bytes(whole[:20])
+            while not any("cannot be used" in said for said in bench.said):
+                await asyncio.sleep(0.01)
+            path.unlink()
+            path.write_bytes(whole)
+            async with bench.device(bench.hello("jetson")):
+                await device.send(Heartbeat(1, False, "", 0.0))
+
+    on_server(story, tmp_path, monkeypatch)
