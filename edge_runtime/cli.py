@@ -9,10 +9,13 @@ import argparse
 import asyncio
 import io
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,16 @@ from edge_runtime.config import (
     AccountConfig,
     DeviceConfig,
     PreviewConfig,
+    PrewarmConfig,
     account_config,
     device_config,
     preview_config,
+    prewarm_config,
     resolve_config,
 )
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_output
+from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
@@ -60,7 +66,7 @@ def parser() -> ArgumentParser:
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
-            help=field.help,
+            help=field.described,
         )
     purposes = flags.add_mutually_exclusive_group()
     purposes.add_argument(
@@ -83,6 +89,11 @@ def parser() -> ArgumentParser:
         "--offline",
         action="store_true",
         help="make features without a server and keep them for edge-run sync; the settings are those of a run",
+    )
+    purposes.add_argument(
+        "--prewarm",
+        action="store_true",
+        help="install the package and build the TensorRT plan now, and stop. Needs --engine, --trust and --state",
     )
     flags.add_argument("--budget", type=float, metavar="WH", help="with --offline: stop after so many watt-hours")
     flags.add_argument("--until", metavar="TIME", help="with --offline: stop at HH:MM, or after +N s, m or h")
@@ -116,11 +127,15 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
     needed: tuple[str, ...] | None = None
-    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | AccountConfig] = device_config
-    if arguments.preview:
+    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | PrewarmConfig | AccountConfig] = device_config
+    if arguments.prewarm:
+        needed, settle = PREVIEW_NEEDS, prewarm_config
+    elif arguments.preview:
         needed, settle = PREVIEW_NEEDS, preview_config
+        refuse_idle_flags(arguments, "--preview", PreviewConfig)
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
+        refuse_idle_flags(arguments, "--releases", AccountConfig)
     resolved = resolve_config(flags, environ, arguments.config, directory, needed)
     config = settle(resolved.values)
     if arguments.show_config:
@@ -133,6 +148,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
             raise UsageError(f"--{name.replace('_', '-')} means nothing without --offline", "leave it out")
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
+    if isinstance(config, PrewarmConfig):
+        return show_prewarmed(config, arguments)
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
     if arguments.offline:
@@ -164,6 +181,19 @@ def work_offline(config: DeviceConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def refuse_idle_flags(arguments: argparse.Namespace, purpose: str, config: type) -> None:
+    """A flag that would change nothing was meant to; settings of files are there for other calls as well.
+
+    Raises: UsageError.
+    """
+    known = {field.name for field in fields(config)}
+    names = [field.name for field in FIELDS if field.name not in known and getattr(arguments, field.name) is not None]
+    if arguments.once:
+        names.append("once")
+    if names:
+        raise UsageError(f"--{names[0].replace('_', '-')} has no part in {purpose}", "leave it out")
+
+
 def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
     """Previews of some images, and what they show on stdout. Raises: CutlayerError."""
     if arguments.format == "csv":
@@ -175,6 +205,26 @@ def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
         print_document("edge-run-preview", previews.document(shown))
     else:
         print(previews.in_words(shown))
+    return 0
+
+
+def show_prewarmed(config: PrewarmConfig, arguments: argparse.Namespace) -> int:
+    """What the next run finds ready, on stdout or in -o; stops on SIGTERM. Raises: CutlayerError."""
+    if arguments.format == "csv":
+        raise UsageError("what was made ready is told as a table or as json", "use --format json")
+    from edge_runtime import prewarm  # as below
+    from edge_runtime.delivery import Stopped
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        ready = prewarm.prewarm(config, stop, say)
+    except Stopped:
+        return 0
+    if arguments.format == "json":
+        print_text(arguments.output, lambda: print_document("edge-run-prewarm", asdict(ready)))
+    else:
+        print_text(arguments.output, lambda: print(prewarm.in_words(ready)))
     return 0
 
 
@@ -219,6 +269,7 @@ def edge_run_or_command(words: Sequence[str]) -> int:
 
 def main() -> int:
     """Entry point of edge-run."""
+    stop_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
     code = run_command(lambda: edge_run_or_command(sys.argv[1:]))
@@ -226,3 +277,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

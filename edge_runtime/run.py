@@ -135,7 +135,13 @@ async def converse(
                 stages.end("upload")
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
-        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks)
+
+        def on_rest(begins: bool) -> None:
+            (stages.begin if begins else stages.end)("sleep")
+
+        client = Client(
+            endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest
+        )
         witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
@@ -332,6 +338,7 @@ def make_report(
         threads=equipment.engine.threads,
         int8_layers=equipment.engine.int8_layers,
         linear_layers=equipment.engine.linear_layers,
+        plans=equipment.engine.plans,
         int8_lost=equipment.engine.int8_lost,
         golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,
