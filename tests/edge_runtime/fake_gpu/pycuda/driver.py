@@ -25,6 +25,7 @@ _local = threading.local()
 _addresses = itertools.count(0x1000, 0x1000)
 memory: dict[int, DeviceAllocation] = {}
 contexts: list[Context] = []
+pinned: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 late: list[str] = []  # what was let go of where it could not be
 calls: list[tuple[str, int]] = []  # name and thread of every call
 
@@ -133,6 +134,7 @@ def _freed(what: str) -> None:
 def pagelocked_empty(shape: int, dtype: type) -> np.ndarray:
     _called("pagelocked_empty")
     made = np.full(shape, 0x5A, dtype).view(_PageLocked)
+    pinned[id(made)] = made
     weakref.finalize(made, _freed, "host memory").atexit = False
     return made
 
@@ -212,12 +214,14 @@ def left() -> list[str]:
     """What a clean end would not leave."""
     found = [f"{each.data.nbytes} bytes at {address:x} were not freed" for address, each in memory.items()]
     found += [f"{len(each.queue)} works were never waited for" for each in streams.values() if each.queue]
+    found += [f"{len(streams)} streams are still held"] if streams else []
+    found += [f"{len(pinned)} page-locked arrays are still held"] if pinned else []
     return found + late + [f"a context is on {each.pushed} stacks" for each in contexts if each.pushed]
 
 
 def forget() -> None:
     """Start a test with nothing."""
-    for each in (memory, streams):
+    for each in (memory, streams, pinned):
         each.clear()
     contexts.clear()
     calls.clear()
