@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from edge_runtime.config import (
 )
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_output
+from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
@@ -57,7 +58,7 @@ def parser() -> ArgumentParser:
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
-            help=field.help,
+            help=field.described,
         )
     purposes = commands.add_mutually_exclusive_group()
     purposes.add_argument(
@@ -110,8 +111,10 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         needed, settle = PREVIEW_NEEDS, prewarm_config
     elif arguments.preview:
         needed, settle = PREVIEW_NEEDS, preview_config
+        refuse_idle_flags(arguments, "--preview", PreviewConfig)
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
+        refuse_idle_flags(arguments, "--releases", AccountConfig)
     resolved = resolve_config(flags, environ, arguments.config, directory, needed)
     config = settle(resolved.values)
     if arguments.show_config:
@@ -131,6 +134,19 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
+
+
+def refuse_idle_flags(arguments: argparse.Namespace, purpose: str, config: type) -> None:
+    """A flag that would change nothing was meant to; settings of files are there for other calls as well.
+
+    Raises: UsageError.
+    """
+    known = {field.name for field in fields(config)}
+    names = [field.name for field in FIELDS if field.name not in known and getattr(arguments, field.name) is not None]
+    if arguments.once:
+        names.append("once")
+    if names:
+        raise UsageError(f"--{names[0].replace('_', '-')} has no part in {purpose}", "leave it out")
 
 
 def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
@@ -202,6 +218,7 @@ def print_text(output: Path | None, write: Callable[[], None]) -> None:
 
 def main() -> int:
     """Entry point of edge-run."""
+    stop_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
     code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
@@ -209,3 +226,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -130,3 +131,7 @@ def main() -> int:
     commands.add_argument("--plug-account", type=Path, metavar="FILE", help="two lines: its owner's name and password")
     commands.add_argument("--format", choices=("table", "json"), default="table", help="form of the answer")
     return run_command(lambda: edge_doctor(commands.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
