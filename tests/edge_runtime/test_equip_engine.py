@@ -125,7 +125,9 @@ def test_a_run_takes_its_tokens_from_the_plan_and_tells_of_it(
     monkeypatch.setattr("edge_runtime.plans.choose.open_planned.__defaults__", (build,))
     package = fake_package.Package(device / "front", *read_manifest(device / "front"))
     images = fake_package.write_images(device / "images", {"a": 5, "b": 5})
-    config = fake_package.write_device(device / "own", package, images, engine=str(device / "front.plan"), require="tensorrt")
+    config = fake_package.write_device(
+        device / "own", package, images, engine=str(device / "front.plan"), require="tensorrt"
+    )
     equipment = equip(config, "adapt", threading.Event(), lambda text: None)
     try:
         report = make_report(equipment, "done", None, Talk(Traffic()), SlowdownWatch())
