@@ -231,7 +231,8 @@ def document_of(options: argparse.Namespace, world: P3slWorld, rows: Sequence[Ro
     cells = summarise(rows)
     return {
         "study": "p3sl", "world": world.split.name, "data": world.split.note, "engine": options.engine,
-        "epochs": options.epochs, "batch": options.batch, "noise": options.draw, "aggregate_every": options.aggregate_every,
+        "epochs": options.epochs, "batch": options.batch, "noise": options.draw,
+        "aggregate_every": options.aggregate_every,
         "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}", "label_mode": LABEL_MODE,
         "rows_missing": asked - len(rows), "cells": cells, "pairs": compare(cells), "rows": list(rows),
     }  # fmt: skip

@@ -117,12 +117,13 @@ def _main_table(cells: Sequence[Row]) -> Table:
     return Table(
         "Test accuracy in %, mean and standard deviation over seeds; FSIM of all devices together; modelled joules and "
         "seconds of an epoch; MB",
-        ("method, noise", "model, environment", "seeds", "accuracy", "at devices", "chains", "FSIM", "no noise", "mean colour",
-         "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake", "seconds", "MB"),
+        ("method, noise", "model, environment", "seeds", "accuracy", "at devices", "chains", "FSIM", "no noise",
+         "mean colour", "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake", "seconds", "MB"),
         tuple(
             (
                 f"{cell['method']}, {cell['noise']}", f"{cell['model']}, {cell['environment']}", len(cell["seeds"]),
-                with_spread(cell["accuracy"]), with_spread(cell["own"]), None if cell["chain"] is None else f"{100 * cell['chain']:.1f}",
+                with_spread(cell["accuracy"]), with_spread(cell["own"]),
+                None if cell["chain"] is None else f"{100 * cell['chain']:.1f}",
                 f"{cell['fsim_total']:.2f}", f"{cell['fsim_baselines']['no_protection']:.2f}",
                 f"{cell['fsim_baselines']['mean_colour']:.2f}", f"{cell['fsim_baselines']['unrelated']:.2f}",
                 *(f"{cell['joules'][name]:.0f}" for name in ("work", "awake", "whole", "could_sleep")),
@@ -173,8 +174,8 @@ def _device_table(rows: Sequence[Row]) -> Table:
             )  # fmt: skip
     return Table(
         "P3SL's devices: what each chose, what leaks, and its own chain",
-        ("device", "model, environment", "split", "alpha", "sigma", "FSIM before", "after", "chain in %", "with noise", "awake",
-         "J an epoch"),
+        ("device", "model, environment", "split", "alpha", "sigma", "FSIM before", "after", "chain in %", "with noise",
+         "awake", "J an epoch"),
         tuple(shown),
     )  # fmt: skip
 

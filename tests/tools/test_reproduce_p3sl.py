@@ -136,12 +136,14 @@ def test_quick_fresh_noise_has_the_law_and_never_repeats() -> None:
 def made_row(method: str, noise: str, accuracy: float, whole_j: float, seed: int = 0) -> dict[str, Any]:
     device = {
         "split": 3, "splits": [3], "alpha": 0.4, "sigma": 1.0, "fsim_clean": 0.5, "fsim": 0.4,
-        "chain": 0.5 if method == "p3sl" else None, "own_accuracy": 0.4, "awake_share": 0.5, "joules": {"whole": whole_j},
+        "chain": 0.5 if method == "p3sl" else None, "own_accuracy": 0.4, "awake_share": 0.5,
+        "joules": {"whole": whole_j},
     }  # fmt: skip
     names = ("work", "awake", "whole", "could_sleep", "never_asleep")
     return {
         "model": "vgg16_bn", "environment": "A", "method": method, "noise": noise, "seed": seed, "accuracy": accuracy,
-        "setting": "a test", "own_accuracy": 0.4, "fsim_total": 2.8, "bytes": 10, "epoch_s": 5.0, "joules": dict.fromkeys(names, whole_j),
+        "setting": "a test", "own_accuracy": 0.4,
+        "fsim_total": 2.8, "bytes": 10, "epoch_s": 5.0, "joules": dict.fromkeys(names, whole_j),
         "fsim_baselines": {"mean_colour": 2.0, "unrelated": 3.0, "no_protection": 3.5}, "devices": {"nano-1": device},
         "curve": [{"loss": 1.0, "test_accuracy": accuracy}],
     }  # fmt: skip
@@ -159,7 +161,17 @@ def test_p3sl_is_compared_with_each_baseline_on_points_and_joules() -> None:
     assert asl["energy_aim"] == 0.70 and ssl["energy_aim"] == 0.55
     assert ssl["points"] == pytest.approx(-0.05)
     facts = dict.fromkeys(
-        ("data", "epochs", "batch", "learning_rate", "aggregate_every", "engine", "label_mode", "rows_missing"),
+        (
+            "data",
+            "epochs",
+            "noise",
+            "batch",
+            "learning_rate",
+            "aggregate_every",
+            "engine",
+            "label_mode",
+            "rows_missing",
+        ),
         "a test",
     )
     page = results_of({**facts, "cells": cells, "pairs": compare(cells), "rows": rows})
