@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 
@@ -26,7 +27,9 @@ from tqdm import tqdm
 from contract.errors import CutlayerError, UsageError, suggest
 
 DEBUG = "CUTLAYER_DEBUG"
+LOG = "CUTLAYER_LOG"  # "json": every line on stderr is one JSON object
 LINE_INTERVAL_S = 10.0
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 WORD_LETTERS_MOST = 400  # of a wrong value, as it is shown; a path may be long
 
 T = TypeVar("T")
@@ -38,6 +41,19 @@ def run_command(main: Callable[[], int]) -> int:
 
     With CUTLAYER_DEBUG=1 the traceback comes first. SystemExit (from --help) passes.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the command
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the program runs
+    try:
+        return _answer(main)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
+
+
+def _answer(main: Callable[[], int]) -> int:
     try:
         code = main()
         sys.stdout.flush()
@@ -48,11 +64,18 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.stdout)
         return 141
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             _complain(f"error: the name {error.filename} is too long for a file", "correct the path")
+            return UsageError.exit_code
+        if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+            _complain(
+                f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}",
+                "make room on the disk, or send what the command prints somewhere else",
+            )
+            _discard(sys.stdout)
             return UsageError.exit_code
         _complain(
             f"internal error: {type(error).__name__}: {error}", f"run again with {DEBUG}=1 and report the traceback"
@@ -64,13 +87,13 @@ def _complain(cause: str, cure: str) -> None:
     if os.environ.get(DEBUG) == "1":
         traceback.print_exc()
     text = f"{cause}\n  cure: {cure}"
-    say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text))
+    say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text), level="error")
 
 
-def _discard_stdout() -> None:
-    """Let the interpreter's last flush succeed, which would else print an error of its own."""
+def _discard(stream: TextIO) -> None:
+    """Let the interpreter's last flush succeed, which would else print an error of its own, or exit with 120."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # no file below a replaced stdout
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -83,6 +106,8 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message, f"see {self.prog} --help")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # as a path it would be the folder that the command runs in
+            raise argparse.ArgumentError(action, "should be a path, found ''")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:  # in argparse's words it is an "invalid int value"
@@ -106,9 +131,19 @@ def print_document(kind: str, data: Mapping[str, object]) -> None:
     print(json.dumps(document, allow_nan=False, indent=2))
 
 
-def say(text: str) -> None:
-    """Print a line for a person on stderr, above any progress bar."""
-    tqdm.write(text, file=sys.stderr)
+def say(text: str, level: str = "info") -> None:
+    """Print a line for a person on stderr, above any progress bar; with CUTLAYER_LOG=json it is a JSON object.
+
+    Where it cannot be written, the work goes on. A moment is told by the clock that runs since the machine was started,
+    as the other may be set, or never was.
+    """
+    with contextlib.suppress(OSError):
+        if os.environ.get(LOG) != "json":
+            tqdm.write(text, file=sys.stderr)
+            return
+        level = "warning" if text.startswith("warning: ") else level
+        line = {"level": level, "message": text, "monotonic_s": round(time.monotonic(), 3), "pid": os.getpid()}
+        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
 class Progress(Protocol[T_co]):
@@ -184,4 +219,8 @@ class LineProgress(Iterable[T]):
         elapsed_s = self._said_s - self._started_s
         rate = f", {self._done / elapsed_s:.1f} {self._unit}/s" if elapsed_s > 0 else ""
         line = f"{self._description}: {self._done}{self._of_total} {self._unit}, {elapsed_s:.0f} s{rate}"
-        print(line, file=self._out or sys.stderr, flush=True)
+        if self._out is None:
+            say(line)
+            return
+        with contextlib.suppress(OSError):  # as `say`
+            print(line, file=self._out, flush=True)

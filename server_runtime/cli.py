@@ -5,6 +5,7 @@ Reading flags and files, and saying how it went; everything that decides is left
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -16,14 +17,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from contract import commands
 from contract.config import Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
+from . import commands as server_commands
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
+from .belongs import STRATEGIES_OF, check_given
 from .evaluation import check_same, digest_of
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
@@ -44,7 +48,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="server-run",
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
-        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
+        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml. "
+        + commands.epilog("server-run", commands.names(server_commands)),
     )
     choices = {
         "strategy": strategies.names(),
@@ -53,13 +58,19 @@ def _parser() -> ArgumentParser:
         "server_copies": plan.SERVER_COPIES,
         "average_by": plan.AVERAGE_BY,
     }
-    metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
-    metavars["sigma"] = "SIGMA"
+    metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS", "sigma": "SIGMA"}
+    metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")
     kinds = {Path: "PATH", int: "N", float: "X"}
+    groups: dict[frozenset[str], argparse._ArgumentGroup] = {}
     for field in FIELDS:
         name = "--" + field.name.replace("_", "-")
         metavar = metavars.get(field.name, kinds.get(field.type))
-        parser.add_argument(name, choices=choices.get(field.name), metavar=metavar, help=field.help)
+        add = parser.add_argument
+        if (owners := STRATEGIES_OF.get(field.name)) is not None:
+            if owners not in groups:
+                groups[owners] = parser.add_argument_group(_title(owners))
+            add = groups[owners].add_argument
+        add(name, choices=choices.get(field.name), metavar=metavar, help=field.described)
     parser.add_argument(
         "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
     )
@@ -69,7 +80,19 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _title(owners: frozenset[str]) -> str:
+    """Of the settings that mean something to these strategies alone; the shorter list of names."""
+    others = [name for name in strategies.names() if name not in owners]
+    return f"for {', '.join(sorted(owners))} only" if len(owners) <= len(others) else f"not for {', '.join(others)}"
+
+
 def _main(arguments: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    code = commands.run_named("server-run", server_commands, words)
+    return _serve(words) if code is None else code
+
+
+def _serve(arguments: Sequence[str]) -> int:
     flags = vars(_parser().parse_args(arguments))
     file = find_file(flags["config"], Path())
     resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)
@@ -81,6 +104,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])
+    check_given(values["strategy"], resolved.origin)
     folder = backend_folder.read(values["backend"])
     wanted = _plan(resolved, folder)
     devices = {device for names in roster.sites.values() for device in names}
@@ -105,6 +129,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             start=_start_frame(run, folder, roster.sites, values["public"] if run.plan.evaluation_sha256 else None),
             threads=run.plan.threads,
             exit_when_done=flags["exit_when_done"],
+            metrics=None if values["metrics"] is None else plan.parse_address("metrics", values["metrics"]),
         )
         announce: Callable[[str], None] = say if as_json else _print_now
         outcome = asyncio.run(Server(job, store, announce, say).run())
@@ -125,7 +150,8 @@ def _plan(resolved: Resolved, folder: BackendFolder | TrainingFolder) -> Plan:
     values = {name: value for name, value in resolved.values.items() if name in own}
     if values["kappa"] is None:
         values["kappa"] = folder.manifest.transforms.kappa
-    values["threads"] = values["threads"] or len(os.sched_getaffinity(0))
+    if values["threads"] is None:
+        values["threads"] = len(os.sched_getaffinity(0))
     public = resolved.values["public"]
     if public is not None and values["strategy"] in plan.JUDGING:
         values["evaluation_sha256"] = digest_of(public)

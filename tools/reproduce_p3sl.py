@@ -20,11 +20,11 @@ from contract import manifest as manifests
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError
 from contract.leakage import Table
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from tools.fleet_file import PAPER, environments_of, load_fleet
 from tools.kept_rows import Row, claimed, finished
-from tools.output import open_output
 from tools.reproduce_options import (
     add_place,
     check_counts,

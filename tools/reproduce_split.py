@@ -15,10 +15,10 @@ from typing import Any
 from contract import manifest as manifests
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from tools.kept_rows import finished, keep
-from tools.output import open_output
 from tools.reproduce_options import (
     add_place,
     check_counts,

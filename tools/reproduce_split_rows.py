@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from edge_runtime.choose_split import SplitCost
 from torch.nn import functional
 
 from contract.console import say
@@ -27,6 +26,7 @@ from contract.images import load_pixels, normalise, resize
 from contract.keyed_noise import derive_key
 from contract.signature import key_id, load_public
 from contract.training import TrainingCut
+from edge_runtime.choose_split import SplitCost
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed, install
 from edge_runtime.state import open_state, write_durably

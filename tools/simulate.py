@@ -17,6 +17,7 @@ from typing import Any
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import UsageError
 from contract.leakage import Table as Leakage
+from contract.output import open_output
 from contract.privacy_table import from_leakage
 from edge_runtime.choose_split import InfeasibleError, Offer, Preferences, choose_split
 from server_runtime.files import write_atomic
@@ -24,7 +25,6 @@ from server_runtime.pictures import line_chart
 from server_runtime.report import Drawing, Results, Table, to_html, to_text
 from tools.fleet import Fleet, Work
 from tools.fleet_file import PAPER, environments_of, load_fleet
-from tools.output import open_output
 from tools.reproduce_options import add_place, check_counts, check_known, check_rate, take_defaults, texts, world_of
 from tools.reproduce_p3sl import MODELS, TEST_IMAGES, prepare, table_of
 from tools.reproduce_p3sl_rows import TABLE, P3slCell, P3slLaboratory, P3slRates, costs_of, noise_of
