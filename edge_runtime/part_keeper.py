@@ -336,7 +336,7 @@ class PartKeeper:
             for place in range(self._images.batch_count(size)):
                 batch = self._images.batch(seed, epoch, place, size)
                 if own_head is None:
-                    self._descend(trainer, batch, rate, sums)
+                    self._descend(trainer, batch, rate, sums, (seed, epoch))
                 else:
                     loss = descend(own_head, trainer, batch.images, batch.labels, rate)
                     sums.add(loss.mean_loss, loss.correct, loss.count)
@@ -348,9 +348,9 @@ class PartKeeper:
                 self._store.keep_round(content, kept)
         return self._update(ask, trainer, sums)
 
-    def _descend(self, trainer: Trainer, batch: Batch, rate: float, sums: _Sums) -> None:
-        """One step of a part whose loss is in its graph."""
-        keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
+    def _descend(self, trainer: Trainer, batch: Batch, rate: float, sums: _Sums, draw: tuple[int, int]) -> None:
+        """One step of a part whose loss is in its graph: no activations leave, so patches may be drawn anew."""
+        keep = self._images.drawn_patches(batch.sample_ids, trainer.cut, *draw)
         out = trainer.forward(batch.images, targets=self._images.one_hot(batch.labels), keep=keep)
         if out.loss is None:
             raise TrainingError("the graph gave no loss", "export the package again")

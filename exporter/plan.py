@@ -111,7 +111,8 @@ class TrainingChoices:
                 f"--activations int8 belongs to {', '.join(MASKED)}, and the package is for {self.strategy}",
                 "choose float32 or float16",
             )
-        if holds == "whole" and not masked and share is not None:
+        averaged = self.strategy == "fed_avg" and self.peft == "all"
+        if holds == "whole" and not masked and not averaged and share is not None:
             raise UsageError("--keep-patches is for parts, and the whole model was asked for", "leave it out")
         _require(self.peft in PEFTS, f"peft must be one of {', '.join(PEFTS)}, found {self.peft!r}")
         if self.peft != "all" and self.strategy != "fed_avg":

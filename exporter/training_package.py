@@ -125,7 +125,8 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
     elif chosen.peft != "all":
         parts = [_tuned(_whole(model, facts.depth, head, chosen.classes, plan.seed), chosen.peft, plan.seed)]
     elif chosen.whole_model:
-        parts = [_whole(model, facts.depth, head, chosen.classes, plan.seed)]
+        part = _whole(model, facts.depth, head, chosen.classes, plan.seed)
+        parts = [part if chosen.keep_patches is None else replace(part, module=masked_whole(model))]
     else:
         cuts = check_cuts(chosen.cuts or (usual_cut(facts),), facts.depth)
         parts = [Part(family.cut(model, k)[0], k, facts.depth, facts.layers[k - 1], "none") for k in cuts]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx import GraphModule
@@ -124,7 +125,7 @@ def trace_training(
     """
     example = _Example(part, tensors, input_shape, kept_tokens, class_count)
     norms = _Norms()
-    with example.mode, _plain_attention(), _explained():
+    with example.mode, enable_python_dispatcher(), _plain_attention(), _explained():  # or torch 2.11 fixes the batch
         z, own_loss = example.run(norms)
     if prototypes is not None or (class_count is None and (own_loss is None or adds_loss)):
         with example.mode:

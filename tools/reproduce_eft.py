@@ -1,7 +1,8 @@
 """Run EFTViT beside Fed-Head, Fed-Bias, Fed-Prompt, Fed-LoRA, Fed-Full and FEDBFPT: one row for each setting and seed.
 
 Studies: main (all methods), mask (EFTViT over mask ratios), blocks (over M_l), threshold (over the sampling threshold),
-rates (all methods over learning rates, at the first seed and beta; `--rates best` then takes the best of them).
+full (Fed-Full on masked images), rates (all methods over learning rates, at the first seed and beta; `--rates best`
+then takes the best of them).
 A finished row is kept in DIR/rows and not computed again; several commands may work on one DIR, each on a share of its
 own (`--share 3/16`), and `--table` puts together what is there. What a row is is `reproduce_eft_rows`' part.
 """
@@ -49,7 +50,7 @@ from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone
 
 ROW_SCHEMA = 1
-STUDIES = ("main", "mask", "blocks", "threshold", "rates")
+STUDIES = ("main", "mask", "blocks", "threshold", "full", "rates")
 RATIO, LOCAL, THRESHOLD = 0.75, 2, 1.0
 RATIOS, BLOCKS, THRESHOLDS = (0.0, 0.25, 0.5, 0.85, 0.95), (1, 3, 4, 6), (1.5, 2.0, 0.0)
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
@@ -205,7 +206,9 @@ def best_rates(folder: Path, options: argparse.Namespace) -> dict[str, tuple[flo
 
 def is_usual(row: Row) -> bool:
     """Whether nothing but rates is varied."""
-    return row["method"] != "eft_vit" or (row["ratio"], row["local"], row["threshold"]) == (RATIO, LOCAL, THRESHOLD)
+    if row["method"] != "eft_vit":
+        return not row["ratio"]
+    return (row["ratio"], row["local"], row["threshold"]) == (RATIO, LOCAL, THRESHOLD)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -260,6 +263,8 @@ def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float
             found += [eft(first, seed, local=local) for local in BLOCKS]
         if "threshold" in options.studies:
             found += [eft(first, seed, threshold=threshold) for threshold in THRESHOLDS]
+        if "full" in options.studies:
+            found += [replace(cell("fed_full", first, seed), ratio=ratio) for ratio in (0.0, RATIO)]
     return list(dict.fromkeys(found))
 
 

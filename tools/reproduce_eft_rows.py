@@ -42,7 +42,7 @@ JUDGED_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class EftCell:
-    """One setting and one seed; ratio, local, threshold and server_rate are EFTViT's."""
+    """One setting and one seed; local, threshold and server_rate are EFTViT's, a ratio beside 0 also Fed-Full's."""
 
     method: str
     beta: float
@@ -78,7 +78,8 @@ class EftRates:
 @dataclass(frozen=True)
 class Round:
     """One round; accuracies are None where it was not judged. `own_accuracy` weighs classes as each device has them.
-    Bytes of tensors, all devices together; MACs of training, by the counter; seconds of this machine."""
+    Bytes of tensors, all devices together; MACs of training, by the counter; seconds of this machine: of the round's
+    slowest device, of the device that has worked longest since the beginning, of all devices."""
 
     round: int
     accuracy: float | None
@@ -88,6 +89,7 @@ class Round:
     bytes_down: int
     macs_devices: float | None
     largest_local_s: float
+    longest_total_s: float
     local_s: float
     seconds: float
 
@@ -97,13 +99,21 @@ class TimedAnswers(Answers):
 
     def __init__(self, devices: Mapping[str, PartDevice], terms: Terms) -> None:
         super().__init__(devices, terms)
-        self.spent_s: dict[str, float] = {}
+        self.spent_s: dict[str, float] = {}  # in this round
+        self.total_s: dict[str, float] = {}  # in the rounds before
 
     def _answer_one(self, name: str, ask: Ask) -> Reply:
         started_s = time.monotonic()
         reply = super()._answer_one(name, ask)
         self.spent_s[name] = self.spent_s.get(name, 0.0) + time.monotonic() - started_s
         return reply
+
+    def end_round(self) -> list[float]:
+        """What each device of the round needed, in seconds."""
+        spent, self.spent_s = self.spent_s, {}
+        for name, seconds in spent.items():
+            self.total_s[name] = self.total_s.get(name, 0.0) + seconds
+        return list(spent.values())
 
 
 class EftLaboratory(SplitLaboratory):
@@ -144,14 +154,12 @@ class EftLaboratory(SplitLaboratory):
             judged: tuple[float | None, float | None] = (None, None)
             if number % rates.judge_every == 0 or number in (1, rates.rounds):
                 judged = self._judge_all(cell, shipped, installed, strategy, devices, shares)
-            spent = list(answers.spent_s.values())
-            answers.spent_s.clear()
+            spent = answers.end_round()
             curve.append(
                 Round(
                     number, *judged, _float(values["loss"]), int(values["bytes_up"] or 0),
-                    int(values["bytes_down"] or 0), macs_of(cell.method, values, sizes, rates.local_epochs),
-                    max(spent, default=0.0),
-                    sum(spent), round(seconds, 3),
+                    int(values["bytes_down"] or 0), macs_of(cell, values, sizes, rates.local_epochs),
+                    max(spent, default=0.0), max(answers.total_s.values(), default=0.0), sum(spent), round(seconds, 3),
                 )
             )  # fmt: skip
             begun_s = time.monotonic()
@@ -253,7 +261,7 @@ class EftLaboratory(SplitLaboratory):
         return self._images
 
 
-def macs_of(method: str, values: Mapping[str, Metric], sizes: VitSizes, epochs: int) -> float:
+def macs_of(cell: EftCell, values: Mapping[str, Metric], sizes: VitSizes, epochs: int) -> float:
     """Multiply-accumulates of training on all devices in a round: as the strategy counts, else by what is trained.
 
     A weight gradient costs a forward pass more, where the gradient goes through without one, nothing. LoRA's own
@@ -262,10 +270,15 @@ def macs_of(method: str, values: Mapping[str, Metric], sizes: VitSizes, epochs: 
     counted = values.get("macs_devices")
     if counted is not None:
         return float(counted)
-    prompts = PROMPTS if method == "fed_prompt" else 0
-    block = replace(sizes, prefix=sizes.prefix + prompts).block(sizes.patches)
-    passes = {"fed_head": 1, "fed_bias": 2, "fed_prompt": 2, "fed_lora": 2, "fed_full": 3}[method]
+    prompts = PROMPTS if cell.method == "fed_prompt" else 0
+    block = replace(sizes, prefix=sizes.prefix + prompts).block(kept_of(sizes.patches, cell.ratio))
+    passes = {"fed_head": 1, "fed_bias": 2, "fed_prompt": 2, "fed_lora": 2, "fed_full": 3}[cell.method]
     return float(values["rows"] or 0) * epochs * passes * sizes.blocks * block
+
+
+def kept_of(patches: int, ratio: float) -> int:
+    """n of the mask ratio r."""
+    return max(1, round((1 - ratio) * patches))
 
 
 def _float(value: Metric) -> float | None:

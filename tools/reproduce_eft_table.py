@@ -28,17 +28,17 @@ def judged(row: Row) -> list[Row]:
 
 def summarise(rows: Sequence[Row], target: float | None) -> list[Row]:
     """One cell for each setting, in the order of coming. Without a target, the accuracy to reach is, for each beta, the
-    lowest among methods of what each reaches at its best, seeds averaged."""
+    lowest among methods of what each reaches at its best setting, seeds averaged."""
     settings = list(dict.fromkeys(map(key_of, rows)))
     grouped = {each: [row for row in rows if key_of(row) == each] for each in settings}
     targets = {}
     for beta in dict.fromkeys(each[1] for each in settings):
-        best = [
-            statistics.fmean(max(each["accuracy"] for each in judged(row)) for row in own)
-            for setting, own in grouped.items()
-            if setting[1] == beta
-        ]
-        targets[beta] = min(best) if target is None else target
+        best: dict[str, float] = {}
+        for setting, own in grouped.items():
+            if setting[1] == beta:
+                reached = statistics.fmean(max(each["accuracy"] for each in judged(row)) for row in own)
+                best[setting[0]] = max(reached, best.get(setting[0], 0.0))
+        targets[beta] = min(best.values()) if target is None else target
     return [cell_of(own, targets[setting[1]]) for setting, own in grouped.items()]
 
 
@@ -62,18 +62,17 @@ def cell_of(rows: Sequence[Row], target: float) -> Row:
         "reached": len(whole),
         "rounds_to_target": statistics.fmean(each["round"] for each in whole) if whole else None,
         "bytes_to_target": statistics.fmean(each["bytes"] for each in whole) if whole else None,
-        "local_s_to_target": statistics.fmean(each["largest_local_s"] for each in whole) if whole else None,
+        "local_s_to_target": statistics.fmean(each["longest_total_s"] for each in whole) if whole else None,
     }
 
 
 def reach(row: Row, target: float) -> Row | None:
-    """The first judged round at the target, bytes both ways until then, and the sum of each round's slowest device."""
-    bytes_both, slowest = 0, 0.0
+    """The first judged round at the target, bytes both ways until then, and how long the busiest device has worked."""
+    bytes_both = 0
     for each in row["curve"]:
         bytes_both += each["bytes_up"] + each["bytes_down"]
-        slowest += each["largest_local_s"]
         if each["accuracy"] is not None and each["accuracy"] >= target:
-            return {"round": each["round"], "bytes": bytes_both, "largest_local_s": slowest}
+            return {"round": each["round"], "bytes": bytes_both, "longest_total_s": each["longest_total_s"]}
     return None
 
 
@@ -81,7 +80,7 @@ def named(cell: Row) -> str:
     """A setting in words."""
     text = f"{cell['method']}, beta {cell['beta']:g}, lr {cell['rate']:g}"
     if cell["method"] != "eft_vit":
-        return text
+        return f"{text}, r {cell['ratio']:g}" if cell["ratio"] else text
     threshold = "largest" if cell["threshold"] == 0 else f"{cell['threshold']:g} x median"
     text += f" / {cell['server_rate']:g}"
     return f"{text}, r {cell['ratio']:g}, M_l {cell['local']}, {threshold}"
@@ -128,9 +127,9 @@ def results_of(document: Row) -> Results:
             ),
             Table(
                 "What a common accuracy costs",
-                ("setting", "accuracy in %", "reached", "rounds", "MB both ways", "slowest device s"),
+                ("setting", "accuracy in %", "reached", "rounds", "MB both ways", "busiest device s"),
                 targets,
-                note="Judged rounds only. Slowest device: the largest local time of each round, added up, on the "
+                note="Judged rounds only. Busiest device: the largest local time of any device until then, on the "
                 "machine that played all devices.",
             ),
             Table("Rounds", ("row", "round: test accuracy in %", "seconds"), curves),

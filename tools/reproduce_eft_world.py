@@ -43,7 +43,7 @@ METHODS = ("eft_vit", *PEFT, "fed_full", "fed_bfpt")
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a cell decides about the package: method, and for EFTViT the mask ratio r and the local blocks M_l."""
+    """What of a cell decides about the package: method, mask ratio r, and for EFTViT the local blocks M_l."""
 
     method: str
     ratio: float
@@ -51,18 +51,20 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return f"eft_vit-{self.local}-r{self.ratio:g}" if self.method == "eft_vit" else self.method
+        masked = f"-r{self.ratio:g}" if self.ratio else ""
+        return f"eft_vit-{self.local}-r{self.ratio:g}" if self.method == "eft_vit" else f"{self.method}{masked}"
 
     @property
     def words(self) -> tuple[str, ...]:
         """The exporter's, beyond model and weights."""
+        kept = f"{1 - self.ratio:g}"
         if self.method == "eft_vit":
-            kept = f"{1 - self.ratio:g}"
             coded = ("--activations", "float16", "--gradient", "float16")
             return ("--for", "eft_vit", "--split", str(self.local), "--keep-patches", kept, *coded)
         if self.method == "fed_bfpt":
             return ("--for", "fed_bfpt")
-        return ("--for", "fed_avg", "--peft", PEFT.get(self.method, "all"))
+        masked = ("--keep-patches", kept) if self.ratio else ()
+        return ("--for", "fed_avg", "--peft", PEFT.get(self.method, "all"), *masked)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,15 @@ class Task:
     classes: int
 
 
+@dataclass(frozen=True)
+class Training:
+    """What is trained, for how many epochs, and after which of them the weights are kept."""
+
+    model: str
+    epochs: int
+    at: Sequence[int]
+
+
 def main() -> int:
     options = parse(sys.argv[1:])
     root = open_output(options.output)
@@ -65,7 +74,7 @@ def main() -> int:
     done = {}
     for start in options.starts:
         with alone(root / "scratch" / f"training-{start}"):
-            weights = train_all(options, root / "scratch", folders, start)
+            weights = train_all(Training(options.model, options.epochs, options.at), root / "scratch", folders, start)
         for epoch in options.at:
             if options.only is None or options.only == f"{start}/{epoch}":
                 profile(options, root, folders["attacked"], weights[epoch], f"{start}-{epoch}")
@@ -126,14 +135,14 @@ def unpack_images(scratch: Path, shared: Path) -> dict[str, Path]:
     }  # fmt: skip
 
 
-def train_all(options: argparse.Namespace, scratch: Path, folders: dict[str, Path], start: str) -> dict[int, Path]:
+def train_all(training: Training, scratch: Path, folders: dict[str, Path], start: str) -> dict[int, Path]:
     """Weights at the asked epochs, made once."""
-    paths = {epoch: scratch / f"{options.model}-{start}-{epoch}.safetensors" for epoch in options.at}
+    paths = {epoch: scratch / f"{training.model}-{start}-{epoch}.safetensors" for epoch in training.at}
     if all(path.exists() for path in paths.values()):
         return paths
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = create(options.model, False, {"small_images": True, "num_classes": FULL_CLASSES})
+    model = create(training.model, False, {"small_images": True, "num_classes": FULL_CLASSES})
     rule = image_rule(model, (3, SIDE, SIDE))
     if start == "pretrained":
         public = read(folders["public"], rule)
@@ -145,7 +154,7 @@ def train_all(options: argparse.Namespace, scratch: Path, folders: dict[str, Pat
     taken = {0: paths[0]} if 0 in paths else {}
     for path in taken.values():
         keep(model, path)
-    learn(model, task, options.epochs, f"training, {start}", device, {k: v for k, v in paths.items() if k})
+    learn(model, task, training.epochs, f"training, {start}", device, {k: v for k, v in paths.items() if k})
     return paths
 
 

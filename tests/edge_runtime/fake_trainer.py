@@ -82,6 +82,7 @@ class FakeTrainer:
         self.optimiser = Optimiser(rule, {name: self.tensors[name] for name in its.trainable})
         self.saved: tuple[np.ndarray, np.ndarray | None] | None = None
         self.gradients: dict[str, np.ndarray] | None = None
+        self.kept: list[object] = []  # of each forward
 
     def _means(self, x: np.ndarray) -> np.ndarray:
         means: np.ndarray = x.mean(axis=(2, 3), dtype=np.float32)
@@ -89,6 +90,7 @@ class FakeTrainer:
 
     def forward(self, x: np.ndarray, targets: np.ndarray | None = None, keep: object = None) -> Forward:
         means = self._means(x)
+        self.kept.append(keep)
         z = means * self.tensors["w"] + self.tensors["shift"]
         self.saved, self.gradients, loss = (means, None), None, None
         if targets is not None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +491,15 @@ def test_a_local_round_is_plain_training_of_the_whole_part(tmp_path: Path) -> No
         name: each.tobytes() for name, each in trainer.tensors.items()
     }
     assert device.used == 3 * COUNT
+
+
+def test_a_masked_whole_model_sees_other_patches_in_every_epoch(tmp_path: Path) -> None:
+    masked = replace(plan().cuts[2], kept=2, patches=16)
+    device = Device(tmp_path / "one", count=3, changes={"cuts": (masked,)})
+    local_round(device)
+    kept = [np.asarray(each) for each in device.opened[0].kept]
+    assert [each.shape for each in kept] == [(3, 2)] * 3  # one batch in each of three epochs
+    assert len({each.tobytes() for each in kept}) == 3
 
 
 @pytest.mark.parametrize("stop_after", [4, COUNT, 2 * COUNT - 1, 2 * COUNT + 4])

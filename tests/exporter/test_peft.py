@@ -82,9 +82,11 @@ def choices(strategy: str, **changes: object) -> TrainingChoices:
 
 def test_choices_that_do_not_fit_the_strategy_are_refused() -> None:
     assert choices("eft_vit", cuts=(2,), keep_patches=0.25, activations="int8").whole_model
+    assert choices("fed_avg", keep_patches=0.25).keep_patches == 0.25
     for strategy, changes, cause in (
         ("fed_avg", {"activations": "int8"}, "--activations int8 belongs to eft_vit"),
-        ("fed_avg", {"keep_patches": 0.5}, "the whole model was asked for"),
+        ("fed_avg", {"keep_patches": 0.5, "peft": "lora"}, "the whole model was asked for"),
+        ("fed_bfpt", {"keep_patches": 0.5}, "the whole model was asked for"),
         ("eft_vit", {"cuts": (2, 3)}, "has one local module"),
         ("eft_vit", {"peft": "lora"}, "it belongs to fed_avg"),
         ("fed_avg", {"peft": "adapter"}, "peft must be one of"),

@@ -65,6 +65,8 @@ def test_studies_vary_one_thing_at_a_time() -> None:
         cells = cells_of(parse(["--quick", "--studies", study]), RATES)
         assert len({getattr(cell, name) for cell in cells}) == len(cells) > 2
         assert {cell.method for cell in cells} == {"eft_vit"}
+    full = cells_of(parse(["--quick", "--studies", "full"]), RATES)
+    assert [(cell.method, cell.ratio) for cell in full] == [("fed_full", 0.0), ("fed_full", 0.75)]
     rates = cells_of(parse(["--quick", "--studies", "rates"]), RATES)
     for method in METHODS:
         assert len({(cell.rate, cell.server_rate) for cell in rates if cell.method == method}) >= 3
@@ -75,6 +77,8 @@ def test_packages_are_told_apart_by_what_is_in_them() -> None:
     words = Variant("eft_vit", 0.75, 3).words
     assert words[words.index("--keep-patches") + 1] == "0.25" and words[words.index("--split") + 1] == "3"
     assert Variant("fed_lora", 0.0, 0).words == ("--for", "fed_avg", "--peft", "lora")
+    masked = Variant("fed_full", 0.75, 0)
+    assert masked.name != Variant("fed_full", 0.0, 0).name and masked.words[-2:] == ("--keep-patches", "0.25")
     assert Variant("fed_bfpt", 0.0, 0).words == ("--for", "fed_bfpt")
 
 
@@ -100,7 +104,8 @@ def test_options_that_make_no_sense_are_refused(words: list[str], cause: str) ->
 def row(method: str, seed: int, accuracies: list[float], rate: float = 1e-3) -> dict[str, Any]:
     curve = [
         {"round": place, "accuracy": value if value >= 0 else None, "own_accuracy": value, "loss": 1.0,
-         "bytes_up": 10, "bytes_down": 90, "macs_devices": 5.0, "largest_local_s": 2.0, "local_s": 3.0, "seconds": 4.0}
+         "bytes_up": 10, "bytes_down": 90, "macs_devices": 5.0, "largest_local_s": 2.0,
+         "longest_total_s": 1.5, "local_s": 3.0, "seconds": 4.0}
         for place, value in enumerate(accuracies, start=1)
     ]  # fmt: skip
     local = 2 if method == "eft_vit" else 0
@@ -111,7 +116,7 @@ def row(method: str, seed: int, accuracies: list[float], rate: float = 1e-3) -> 
 
 
 def test_what_a_common_accuracy_costs_is_counted_to_the_first_judged_round_that_has_it() -> None:
-    assert reach(row("eft_vit", 0, [0.1, -1, 0.5]), 0.4) == {"round": 3, "bytes": 300, "largest_local_s": 6.0}
+    assert reach(row("eft_vit", 0, [0.1, -1, 0.5]), 0.4) == {"round": 3, "bytes": 300, "longest_total_s": 1.5}
     assert reach(row("eft_vit", 0, [0.1, -1, 0.5]), 0.6) is None
     rows = [row("eft_vit", 0, [0.2, 0.6, 0.8]), row("eft_vit", 1, [0.2, 0.5, 0.6]), row("fed_head", 0, [0.3, 0.5, 0.4])]
     eft, head = summarise(rows, None)
