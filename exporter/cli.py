@@ -107,6 +107,7 @@ FIELDS = (
     Field("skips", int, 3, "eeft: light skips into each block of the model"),
     Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
     Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
+    Field("start_skips", float, 1.0, "eeft: weight of the skips' norms at the start; 0: they are silent until trained"),
     Field(
         "peft",
         str,
@@ -124,9 +125,9 @@ FIELDS = (
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
             "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS, "distance": ("cosine", "l2")}  # fmt: skip
 _OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
+_OF_MODULES = ("skips", "complexity", "start_alpha", "start_skips")
 _OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", "peft", "skips", "complexity", "start_alpha", *_OF_PROTOTYPES)  # fmt: skip
-_OF_MODULES = ("skips", "complexity", "start_alpha")
+                "recompute", "keep_patches", "peft", *_OF_MODULES, *_OF_PROTOTYPES)  # fmt: skip
 _OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",
                  "no_hilbert", "tuning_subsets", "played_sites")  # fmt: skip
 _RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"

@@ -80,6 +80,9 @@ class SkipNetwork(nn.Module):
                 for z, sources in enumerate(self.sources, start=1)
             }
         )
+        for norm in self.skips.modules():
+            if isinstance(norm, nn.BatchNorm2d | nn.LayerNorm):
+                nn.init.constant_(norm.weight, choices.start_skips)
         self.block_sizes = [_count(block) for block in blocks]  # params(B_z)
         self.skip_sizes = [[_count(skip) for skip in each.values()] for each in self.skips.values()]
         total = sum(self.block_sizes)

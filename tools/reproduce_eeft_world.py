@@ -103,7 +103,7 @@ class EeftWorld:
         if modules is None:
             return self.root / "body"
         text = f"modules-k{modules.skips}-gamma{modules.complexity:g}-alpha{modules.start_alpha:g}"
-        return self.root / text
+        return self.root / (text if modules.start_skips == 1.0 else f"{text}-skips{modules.start_skips:g}")
 
     def _names(self, group: Group, part: str) -> list[str]:
         found = members(self.images, f"{group.pool}/{part}/")
@@ -249,7 +249,7 @@ def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
         kind = ["--for", "fed_avg_own_heads"]
         if modules is not None:
             kind = ["--for", "eeft", "--skips", modules.skips, "--complexity", modules.complexity]
-            kind += [f"--start-alpha={modules.start_alpha}"]
+            kind += [f"--start-alpha={modules.start_alpha}", "--start-skips", modules.start_skips]
         words = [
             sys.executable, "-m", "exporter.cli", "--model", world.model, *arguments, "--weights", world.weights,
             *kind, "--release-whole-model", "--augment", "crop=4,flip" if world.name == "full" else "crop=2",

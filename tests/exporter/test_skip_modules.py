@@ -139,11 +139,21 @@ def test_a_skip_meets_its_blocks_map_at_every_size() -> None:
         assert net(torch.randn(1, 3, side, side)).shape == (1, 32)
 
 
+@pytest.mark.parametrize("name", ["resnet18", VIT])
+def test_with_silent_skips_and_open_factors_the_model_starts_as_it_is(name: str) -> None:
+    net = small(ModuleChoices(start_alpha=20.0, start_skips=0.0), name).eval()
+    plain = timm.create_model(name, **{**arguments_of(name), "num_classes": 0})
+    plain.load_state_dict(net.backbone.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(net(x), plain.eval()(x), atol=1e-5)
+    assert not torch.allclose(small(ModuleChoices(start_alpha=20.0), name).eval()(x), plain(x), atol=1e-2)
+
+
 def test_other_networks_and_odd_choices_are_refused() -> None:
     distilled = timm.create_model("deit_tiny_distilled_patch16_224", embed_dim=12, depth=1)
     for other in (timm.create_model("vgg11"), distilled):
         with pytest.raises(ExportError, match="timm's ResNet"):
             SkipNetwork(other, ModuleChoices())
-    for odd in ({"skips": 0}, {"complexity": -1.0}, {"start_alpha": 99.0}):
+    for odd in ({"skips": 0}, {"complexity": -1.0}, {"start_alpha": 99.0}, {"start_skips": 2.0}):
         with pytest.raises(UsageError):
             ModuleChoices(**odd)
