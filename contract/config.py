@@ -57,6 +57,14 @@ class Field:
     help: str
     secret: bool = False
 
+    @property
+    def described(self) -> str:
+        """Its help with its default, where it has one, for --help."""
+        default = ",".join(self.default) if isinstance(self.default, tuple) else self.default
+        if default is None or default is REQUIRED or self.type is bool or default in ("", {}):
+            return self.help
+        return f"{self.help} (default: {default})"
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -243,6 +251,8 @@ def _mistyped(value: object, field: Field, where: str) -> ConfigError:
 
 
 def _found(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # as a number it is of the right kind
     kind = _KINDS.get(type(value), type(value).__name__)
     return f"{value!r}" if isinstance(value, str) else f"{value!r}, {kind}"
 

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 
@@ -27,6 +28,7 @@ from contract.errors import CutlayerError, UsageError, suggest
 
 DEBUG = "CUTLAYER_DEBUG"
 LINE_INTERVAL_S = 10.0
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 WORD_LETTERS_MOST = 400  # of a wrong value, as it is shown; a path may be long
 
 T = TypeVar("T")
@@ -38,6 +40,19 @@ def run_command(main: Callable[[], int]) -> int:
 
     With CUTLAYER_DEBUG=1 the traceback comes first. SystemExit (from --help) passes.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the command
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the program runs
+    try:
+        return _answer(main)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
+
+
+def _answer(main: Callable[[], int]) -> int:
     try:
         code = main()
         sys.stdout.flush()
@@ -48,11 +63,18 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.stdout)
         return 141
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             _complain(f"error: the name {error.filename} is too long for a file", "correct the path")
+            return UsageError.exit_code
+        if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+            _complain(
+                f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}",
+                "make room on the disk, or send what the command prints somewhere else",
+            )
+            _discard(sys.stdout)
             return UsageError.exit_code
         _complain(
             f"internal error: {type(error).__name__}: {error}", f"run again with {DEBUG}=1 and report the traceback"
@@ -67,10 +89,10 @@ def _complain(cause: str, cure: str) -> None:
     say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text))
 
 
-def _discard_stdout() -> None:
-    """Let the interpreter's last flush succeed, which would else print an error of its own."""
+def _discard(stream: TextIO) -> None:
+    """Let the interpreter's last flush succeed, which would else print an error of its own, or exit with 120."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:  # no file below a replaced stdout
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -83,6 +105,8 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message, f"see {self.prog} --help")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:  # as a path it would be the folder that the command runs in
+            raise argparse.ArgumentError(action, "should be a path, found ''")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:  # in argparse's words it is an "invalid int value"
@@ -107,8 +131,9 @@ def print_document(kind: str, data: Mapping[str, object]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line for a person on stderr, above any progress bar."""
-    tqdm.write(text, file=sys.stderr)
+    """Print a line for a person on stderr, above any progress bar; where it cannot be written, the work goes on."""
+    with contextlib.suppress(OSError):
+        tqdm.write(text, file=sys.stderr)
 
 
 class Progress(Protocol[T_co]):
@@ -184,4 +209,5 @@ class LineProgress(Iterable[T]):
         elapsed_s = self._said_s - self._started_s
         rate = f", {self._done / elapsed_s:.1f} {self._unit}/s" if elapsed_s > 0 else ""
         line = f"{self._description}: {self._done}{self._of_total} {self._unit}, {elapsed_s:.0f} s{rate}"
-        print(line, file=self._out or sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # as `say`
+            print(line, file=self._out or sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from typing import Literal
 
 from contract.canonical import CanonicalError, decode_document, encode, to_json
 from contract.errors import PackageError
+from contract.leakage_check import faults
 from contract.manifest import Manifest
 from contract.training import TRAINING_NAME
 
@@ -176,6 +177,9 @@ def of_package(data: bytes, manifest: Manifest) -> Table:
         raise PackageError(
             f"{LEAKAGE_NAME} is no table of leakage-profile: {error}", "measure the package again, and add that table"
         ) from error
+    fault = next(faults(table), None)
+    if fault is not None:
+        raise PackageError(f"the leakage table is not sound: {fault}", "measure the package again, and add that table")
     wanted = subject_digest(manifest).hex()
     if table.settings.package_digest != wanted:
         raise PackageError(

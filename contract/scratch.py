@@ -38,7 +38,7 @@ def remove_leftovers(place: Path, prefix: str, suffix: str = "") -> None:
         with suppress(OSError):  # somebody else's, or just gone
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            lock = _lock(folder)
+            lock = lock_folder(folder)
             try:
                 shutil.rmtree(folder)
             finally:
@@ -50,7 +50,7 @@ def _make(place: Path, prefix: str, suffix: str) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=place))
         try:
-            lock = _lock(folder)
+            lock = lock_folder(folder)
         except (BlockingIOError, FileNotFoundError):  # it is being removed
             continue
         if folder.is_dir():
@@ -58,8 +58,8 @@ def _make(place: Path, prefix: str, suffix: str) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _lock(folder: Path) -> int:
-    """Its descriptor, locked. Raises: OSError when another process has it."""
+def lock_folder(folder: Path) -> int:
+    """Its descriptor, which holds the lock until it is closed. Raises: BlockingIOError when another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

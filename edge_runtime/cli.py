@@ -9,9 +9,12 @@ import argparse
 import asyncio
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,16 @@ from edge_runtime.config import (
     AccountConfig,
     DeviceConfig,
     PreviewConfig,
+    PrewarmConfig,
     account_config,
     device_config,
     preview_config,
+    prewarm_config,
     resolve_config,
 )
 from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_output
+from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
@@ -52,7 +58,7 @@ def parser() -> ArgumentParser:
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
-            help=field.help,
+            help=field.described,
         )
     purposes = commands.add_mutually_exclusive_group()
     purposes.add_argument(
@@ -70,6 +76,11 @@ def parser() -> ArgumentParser:
         "--releases",
         action="store_true",
         help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
+    )
+    purposes.add_argument(
+        "--prewarm",
+        action="store_true",
+        help="install the package and build the TensorRT plan now, and stop. Needs --engine, --trust and --state",
     )
     commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
     commands.add_argument(
@@ -95,11 +106,15 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
     needed: tuple[str, ...] | None = None
-    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | AccountConfig] = device_config
-    if arguments.preview:
+    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | PrewarmConfig | AccountConfig] = device_config
+    if arguments.prewarm:
+        needed, settle = PREVIEW_NEEDS, prewarm_config
+    elif arguments.preview:
         needed, settle = PREVIEW_NEEDS, preview_config
+        refuse_idle_flags(arguments, "--preview", PreviewConfig)
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
+        refuse_idle_flags(arguments, "--releases", AccountConfig)
     resolved = resolve_config(flags, environ, arguments.config, directory, needed)
     config = settle(resolved.values)
     if arguments.show_config:
@@ -109,6 +124,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return show_preview(config, arguments)
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
+    if isinstance(config, PrewarmConfig):
+        return show_prewarmed(config, arguments)
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
@@ -117,6 +134,19 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
+
+
+def refuse_idle_flags(arguments: argparse.Namespace, purpose: str, config: type) -> None:
+    """A flag that would change nothing was meant to; settings of files are there for other calls as well.
+
+    Raises: UsageError.
+    """
+    known = {field.name for field in fields(config)}
+    names = [field.name for field in FIELDS if field.name not in known and getattr(arguments, field.name) is not None]
+    if arguments.once:
+        names.append("once")
+    if names:
+        raise UsageError(f"--{names[0].replace('_', '-')} has no part in {purpose}", "leave it out")
 
 
 def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
@@ -130,6 +160,26 @@ def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:
         print_document("edge-run-preview", previews.document(shown))
     else:
         print(previews.in_words(shown))
+    return 0
+
+
+def show_prewarmed(config: PrewarmConfig, arguments: argparse.Namespace) -> int:
+    """What the next run finds ready, on stdout or in -o; stops on SIGTERM. Raises: CutlayerError."""
+    if arguments.format == "csv":
+        raise UsageError("what was made ready is told as a table or as json", "use --format json")
+    from edge_runtime import prewarm  # as below
+    from edge_runtime.delivery import Stopped
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        ready = prewarm.prewarm(config, stop, say)
+    except Stopped:
+        return 0
+    if arguments.format == "json":
+        print_text(arguments.output, lambda: print_document("edge-run-prewarm", asdict(ready)))
+    else:
+        print_text(arguments.output, lambda: print(prewarm.in_words(ready)))
     return 0
 
 
@@ -168,6 +218,7 @@ def print_text(output: Path | None, write: Callable[[], None]) -> None:
 
 def main() -> int:
     """Entry point of edge-run."""
+    stop_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
     code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
@@ -175,3 +226,7 @@ def main() -> int:
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

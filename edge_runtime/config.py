@@ -39,6 +39,7 @@ FIELDS = (
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
+    Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
     Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
     Field("plug_account", Path, None, "two lines, name and password of a newer plug's owner; then FILE.hash will do"),
@@ -72,6 +73,7 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
+    require: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,26 @@ def preview_config(values: Mapping[str, Any]) -> PreviewConfig:
     """The checked settings of a preview, out of all. Raises: ConfigError naming the setting."""
     config = PreviewConfig(**{field.name: values[field.name] for field in fields(PreviewConfig)})
     check_protection(config)
+    return config
+
+
+@dataclass(frozen=True)
+class PrewarmConfig:
+    """The settings that building a plan depends on."""
+
+    engine: str
+    trust: Path
+    state: Path
+    alpha: float | None
+    threads: int
+    require: str | None
+
+
+def prewarm_config(values: Mapping[str, Any]) -> PrewarmConfig:
+    """The checked settings of a prewarm, out of all. Raises: ConfigError naming the setting."""
+    config = PrewarmConfig(**{field.name: values[field.name] for field in fields(PrewarmConfig)})
+    require_range("alpha", config.alpha, 0.0, 1.0)
+    require_range("threads", config.threads, 0, 1024)
     return config
 
 

@@ -1,4 +1,4 @@
-"""edge-doctor: which device this is and what does not work there; its energy meter, and why not another.
+"""edge-doctor: which device this is, what does not work there, who owns TensorRT; its meter, and why not another.
 
 What each meter is and needs is its own file's, what is known of a device its profile's; `--root` looks into another
 file system, such as a recorded board's.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import UsageError
 from edge_runtime.meters import Meter, Plug, open_plug, probe, recording
+from edge_runtime.tensorrt_find import look
 from profiles import Profile, load
 from profiles.detect import applies, detect, find_l4t
 
@@ -49,6 +51,7 @@ class Diagnosis:
     power_w: float | None
     reason: str | None
     not_used: tuple[str, ...]
+    tensorrt: tuple[str, ...]  # which Python has it, and what is missing
 
 
 def examine(
@@ -59,7 +62,7 @@ def examine(
     power_w, reason = _watch(found.meter, clock, wait)
     device = None if name is None else describe(load(name), root)
     meter = found.meter
-    return Diagnosis(device, meter.name, meter.scope, meter.quality, power_w, reason, found.reasons)
+    return Diagnosis(device, meter.name, meter.scope, meter.quality, power_w, reason, found.reasons, look(root))
 
 
 def describe(profile: Profile, root: Path) -> Device:
@@ -107,6 +110,7 @@ def in_words(diagnosis: Diagnosis) -> str:
             *(f"unsupported {line}" for line in device.unsupported),
         ]
     lines += [
+        *(f"{'' if place else 'tensorrt':<9} {line}" for place, line in enumerate(diagnosis.tensorrt)),
         f"meter     {diagnosis.meter}",
         f"scope     {diagnosis.scope}",
         f"quality   {diagnosis.quality}",
@@ -127,3 +131,7 @@ def main() -> int:
     commands.add_argument("--plug-account", type=Path, metavar="FILE", help="two lines: its owner's name and password")
     commands.add_argument("--format", choices=("table", "json"), default="table", help="form of the answer")
     return run_command(lambda: edge_doctor(commands.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from contract.canonical import decode, encode, from_json, to_json
 from contract.console import Progress, progress
-from contract.errors import ConfigError
+from contract.errors import ConfigError, EngineError, suggest
 from contract.keyed_noise import class_list_hash, permutation
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
 from edge_runtime.conduct import Identity
@@ -28,10 +27,10 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
 from edge_runtime.delivery import check_stop
-from edge_runtime.engines import Engine, open_engine
+from edge_runtime.engines import engine_names, open_engine
+from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
-from edge_runtime.int8_check import int8_lost, quantized_layers
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters import open_plug, probe, read_model
 from edge_runtime.package_choice import PackageChoice, choose_package
@@ -42,7 +41,6 @@ from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
 from edge_runtime.state import State, open_secret, open_state, read_or_set_aside, read_secret, write_durably
 from edge_runtime.terms import Terms, device_terms
-from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
 from edge_runtime.worker import Bench, Surroundings, Worker
 
 SITE_RECORD_BYTES = 1 << 20
@@ -55,17 +53,6 @@ class SiteRecord:
     """What a prediction run needs to know of the adaptation before it."""
 
     classes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What runs the package's graphs, for the report; None where it does not apply."""
-
-    name: str
-    threads: int
-    int8_layers: int | None
-    linear_layers: int | None
-    int8_lost: str | None  # why fewer layers ran as int8 than were quantized
 
 
 @dataclass(frozen=True)
@@ -113,6 +100,7 @@ def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Ca
     key = load_private(config.key)
     publisher = load_public(config.trust)
     choice = choose_package(config.engine)
+    check_required(choice, config.require)
     if choice.fallback_reason:
         say(choice.fallback_reason)
     identity = Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
@@ -140,8 +128,9 @@ def equip_state(
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
     threads = config.threads or usable_cpus(allowed_affinity())
+    installing = installing_engine(choice.engine)
     installed = install(
-        choice.folder, state.packages, trusted, lambda path: open_engine(choice.engine, path, threads), say
+        choice.folder, state.packages, trusted, lambda path: open_engine(installing, path, threads), say
     )
     check_stop(stop)
     dataset = find_images(config, purpose, state, installed, secret, stop, say)
@@ -174,14 +163,17 @@ def equip_state(
             config.noise == "fresh",
         )
     else:
-        engine, codes_changed = open_noised(choice.engine, installed, terms.alpha, secret, threads, state.engines, say)
+        opened = open_chosen(
+            choice, installed, terms.alpha, secret, threads, state.engines, state.plans, config.require,
+            lambda: check_stop(stop), say,
+        )  # fmt: skip
         check_stop(stop)
-        facts = engine_facts(engine, installed)
+        choice, codes_changed, facts = opened.choice, opened.changed_share, engine_facts(opened, installed)
         if facts.int8_lost:
             say(f"warning: {facts.int8_lost}")
         bench = Bench(
-            Frontend(engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms, secret,
-            installed.digest, wire_labels, config.max_releases, state.features,
+            Frontend(opened.engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms,
+            secret, installed.digest, wire_labels, config.max_releases, state.features,
             installed.manifest.retrieves_patches, config.max_patch_share,
         )  # fmt: skip
         labels = {sample.sample_id: sample.label for sample in dataset.samples}
@@ -193,13 +185,15 @@ def equip_state(
     )  # fmt: skip
 
 
-def engine_facts(engine: Engine, installed: Installed) -> EngineFacts:
-    """What the engine that was opened is and does."""
-    quantized = quantized_layers((each.name, each.shape) for each in installed.cut.weights)
-    linear = quantized + len(installed.manifest.quantization.float_weights)
-    ran = None if engine.kernels is None else engine.kernels.int8
-    lost = int8_lost(engine.kernels, quantized)
-    return EngineFacts(f"{engine.name} {engine.version}", engine.threads, ran, linear, lost)
+def check_required(choice: PackageChoice, required: str | None) -> None:
+    """Raises: EngineError when another engine than the required one is sure to run; ConfigError for an unknown name."""
+    if required is not None and required not in engine_names():
+        raise ConfigError(f"no engine is called {required!r}{suggest(required, engine_names())}", "correct --require")
+    if required is not None and choice.engine != required:
+        raise EngineError(
+            f"{required} is required (--require); {choice.fallback_reason or f'--engine names {choice.engine}'}",
+            "install what is missing (edge-doctor says what), or leave --require out",
+        )
 
 
 def onnxruntime_version() -> str:
@@ -274,35 +268,6 @@ def known_classes(
             "adapt with this --state first, or give --classes FILE",
         )
     return record.classes
-
-
-def open_noised(
-    engine: str,
-    installed: Installed,
-    alpha: float,
-    secret: bytes,
-    threads: int,
-    engines: Path,
-    say: Callable[[str], None],
-) -> tuple[Engine, float]:
-    """The engine on this device's own weights, which lie in the folder `engines`, and the share of weight codes that
-    the noise changed.
-
-    Raises: ConfigError when the package has no weights that noise can act on; EngineError.
-    """
-    path: Path = installed.onnx
-    changed_share = 0.0
-    if alpha > 0.0:
-        if not installed.cut.weights:
-            raise ConfigError(
-                f"alpha {alpha} asks for weight noise, and the package has no int8 weights",
-                "set alpha = 0, or export the package with --int8",
-            )
-        path, noise = noise_frontend(
-            installed.onnx, installed.cut.weights, alpha, keys_of(secret, installed.digest), engines, say
-        )
-        changed_share = noise.changed_share
-    return open_engine(engine, path, threads), changed_share
 
 
 def number_classes(terms: Terms, site_secret: bytes, package_digest: bytes) -> NDArray[np.int64]:

@@ -6,6 +6,8 @@ model and reading the runtime's own report is left to `engines`; whom to tell, t
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ INT8_PRODUCTS = frozenset(
 )
 FLOAT_TAIL = ".tail"  # ends the name of a thin layer that is stored as int8 and meant to run in float
 X86 = frozenset({"x86_64", "AMD64", "amd64", "i686", "x86"})
+PLAN_TYPES = (("int8", ("int8",)), ("float16", ("fp16", "half", "float16")), ("float32", ("fp32", "float")))
 OPENVINO_PRODUCTS = frozenset({"FullyConnected", "Convolution"})  # its MatMul is attention's, with no stored weight
 
 
@@ -68,6 +71,45 @@ def of_openvino(layers: Iterable[tuple[str, str, str, str]]) -> Kernels:
         elif kernel.endswith(("_i8", "_u8")):  # a stored int8 weight multiplied as float says i8 and an f32 kernel
             int8 += 1
     return Kernels(int8, tuple(scalar), ())
+
+
+@dataclass(frozen=True)
+class PlanLayers:
+    """Layers of a TensorRT plan by the type of what they read, as its inspector tells; None in `kernels` where a layer
+    is many of the model's in one, of which the inspector does not tell the types."""
+
+    by_type: dict[str, int]
+    kernels: Kernels | None
+
+
+def layers_of_plan(report: str | None) -> PlanLayers | None:
+    """From the JSON of TensorRT's engine inspector; None where it says nothing that can be counted."""
+    try:
+        layers = json.loads(report or "")["Layers"]
+        detailed = [layer for layer in layers if isinstance(layer, dict)]  # names alone, where details were not kept
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not detailed:
+        return None
+    counted, products, merged = Counter[str](), 0, False
+    for layer in detailed:
+        reads = {_plan_type(each) for each in layer.get("Inputs") or () if isinstance(each, dict)}
+        counted["int8" if "int8" in reads else min(reads, default="none")] += 1
+        kind = str(layer.get("LayerType", "")).casefold()
+        products += "int8" in reads and ("gemm" in kind or "matrix" in kind or "conv" in kind)
+        merged |= "ForeignNode" in str(layer.get("Name", ""))
+    unknown = merged or (counted["int8"] > 0 and products == 0)  # in words of a version that nobody has read yet
+    return PlanLayers(dict(sorted((+counted).items())), None if unknown else Kernels(products, (), ()))
+
+
+def _plan_type(end: Mapping[str, object]) -> str:
+    """The type of a tensor: of its own in TensorRT 11, at the end of "Row major Int8 format" before."""
+    text = str(end.get("Datatype") or end.get("DataType") or end.get("Format/Datatype") or end.get("Format") or "")
+    folded = text.casefold()
+    for name, words in PLAN_TYPES:
+        if any(word in folded for word in words):
+            return name
+    return "other"
 
 
 def quantized_layers(stored: Iterable[tuple[str, tuple[int, ...]]]) -> int:

@@ -12,9 +12,12 @@ from pathlib import Path
 from contract.errors import ConfigError
 from contract.manifest import MANIFEST_NAME
 from edge_runtime.engines import engine_names
+from edge_runtime.engines.tensorrt import LIBRARIES
 
 DEFAULT_ENGINE = "onnxruntime"
-ENGINE_OF_SUFFIX = {"onnx": "onnxruntime", "plan": "tensorrt"}  # any other suffix is an engine's own name
+PLANNED_ENGINE = "tensorrt"
+PLANNED_NEEDS = ((LIBRARIES, "TensorRT's Python package is not installed"), (("pycuda",), "pycuda is not installed"))
+ENGINE_OF_SUFFIX = {"onnx": DEFAULT_ENGINE, "plan": PLANNED_ENGINE}  # any other suffix is an engine's own name
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,13 @@ class PackageChoice:
 def choose_package(spec: str) -> PackageChoice:
     """Read `DIR`, `DIR/front.onnx`, `DIR/front.plan`, or `NAME.plan` for the package `NAME/` beside it.
 
-    A plan is a cache of the package, built where it runs: the file itself need not exist.
+    A plan is a cache of the package, built where it runs and kept in the device's state: the file itself need not
+    exist, and one that lies there is not opened. The folder alone means TensorRT where it is installed.
     Raises: ConfigError when no package folder fits, or the suffix names no engine.
     """
     path = Path(spec)
     if (path / MANIFEST_NAME).is_file():
-        return PackageChoice(path, DEFAULT_ENGINE, None)
+        return PackageChoice(path, DEFAULT_ENGINE if missing_for_plans() else PLANNED_ENGINE, None)
     if path.is_dir():
         raise ConfigError(
             f"{path} is not a package: it has no {MANIFEST_NAME}",
@@ -54,13 +58,17 @@ def choose_package(spec: str) -> PackageChoice:
 
 def choose_engine(folder: Path, asked: str) -> PackageChoice:
     """The engine asked for if this device has it, else ONNX Runtime with the reason said."""
-    if asked in engine_names():
-        return PackageChoice(folder, asked, None)
-    if asked != "tensorrt":
+    if asked not in engine_names():
         raise ConfigError(f"no engine is called {asked!r}; there are {', '.join(engine_names())}", "correct --engine")
-    reason = (
-        "this version builds no TensorRT plans"
-        if find_spec("tensorrt")
-        else "the Python package tensorrt is not installed"
-    )
+    reason = missing_for_plans() if asked == PLANNED_ENGINE else None
+    if reason is None:
+        return PackageChoice(folder, asked, None)
     return PackageChoice(folder, DEFAULT_ENGINE, f"TensorRT was asked for, {DEFAULT_ENGINE} runs instead: {reason}")
+
+
+def missing_for_plans() -> str | None:
+    """What TensorRT lacks here, without importing anything; None where nothing is missing to try it."""
+    for names, reason in PLANNED_NEEDS:
+        if not any(find_spec(name) for name in names):
+            return reason
+    return None

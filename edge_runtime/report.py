@@ -55,6 +55,7 @@ class Report:
     threads: int
     int8_layers: int | None
     linear_layers: int | None
+    plans: tuple[str, ...]  # what was measured of each TensorRT plan that was built for this frontend
     int8_lost: str | None  # why fewer layers ran as int8 than were quantized; None: none was lost, or nobody can tell
     golden_snr_db: float | None  # None: equal to the last bit
     label_mode: str
@@ -116,8 +117,9 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     yield "package", f"{report.package} version {report.package_version} ({report.package_digest[:12]})"
     trains = report.linear_layers is None
     kernels = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"
-    yield "engine", f"{report.engine}, {report.threads} threads, {'float32 training' if trains else kernels}"
-    yield from (("", text) for text in (report.int8_lost, report.engine_fallback) if text)
+    at_once = f"{report.threads} {'images at once' if report.plans else 'threads'}"
+    yield "engine", f"{report.engine}, {at_once}, {'float32 training' if trains else kernels}"
+    yield from (("", text) for text in (report.int8_lost, report.engine_fallback, *report.plans) if text)
     yield "labels", report.label_mode
     if report.codes_changed is None:
         yield "noise", "none: this package trains without feature or weight noise"

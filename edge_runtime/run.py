@@ -272,6 +272,7 @@ def make_report(
         threads=equipment.engine.threads,
         int8_layers=equipment.engine.int8_layers,
         linear_layers=equipment.engine.linear_layers,
+        plans=equipment.engine.plans,
         int8_lost=equipment.engine.int8_lost,
         golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,

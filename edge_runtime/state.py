@@ -47,6 +47,10 @@ class State:
         return self.root / "engines"
 
     @property
+    def plans(self) -> Path:
+        return self.root / "plans"
+
+    @property
     def spool(self) -> Path:
         return self.root / "spool"
 
@@ -82,7 +86,7 @@ def open_state(root: Path) -> State:
     Raises: DeviceError when the directory cannot be used, or another edge-run holds it.
     """
     try:
-        for folder in ("identity", "packages", "engines", "spool", "features", "checkpoints", "parts"):
+        for folder in ("identity", "packages", "engines", "plans", "spool", "features", "checkpoints", "parts"):
             (root / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from contract.errors import RefusedError
+from contract.errors import ConfigError, RefusedError
 from contract.manifest import Manifest
 from contract.messages import Ask, Welcome
 from contract.training import TrainingPlan
@@ -60,16 +60,23 @@ def device_terms(
 ) -> Terms:
     """The device's own settings, or the signed manifest's where it has none.
 
-    Raises: RefusedError when the config asks for what the package's owner ruled out.
+    Raises: ConfigError when the config asks for what the package's owner ruled out.
     """
     if config.label_mode not in manifest.label_modes:
-        raise refusal(
+        raise misfit(
             "label mode",
             f"{config.label_mode} (this device's config)",
             f"{', '.join(manifest.label_modes)} (the package)",
             "set label_mode to one that the package allows",
         )
     kappa_floor, alpha = protection(config.kappa_floor, config.alpha, manifest)
+    if training is not None and config.alpha:  # whoever asks for protection must not believe that it is there
+        raise misfit(
+            "weight noise",
+            f"alpha {config.alpha} (this device's config)",
+            "none (the package has parts that are trained here)",
+            "leave alpha out, knowing what parts show: see docs/threat_model.md",
+        )
     if training is None:
         asks = ASKS_OF_MODE[config.label_mode]
     elif training.whole_model:
@@ -78,7 +85,7 @@ def device_terms(
         asks = PART_ASKS_OF_MODE[config.label_mode]
         asks |= frozenset() if training.prototypes is None else PROTOTYPE_ASKS
     if training is not None and training.class_count not in (None, class_count):
-        raise refusal(
+        raise misfit(
             "number of classes",
             str(class_count),
             f"{training.class_count} (the package's own head)",
@@ -93,12 +100,12 @@ def device_terms(
 def protection(kappa_floor: float | None, alpha: float | None, manifest: Manifest) -> tuple[float, float]:
     """The least feature noise, as kappa of the patches, and the weight noise: the device's own, else the package's.
 
-    Raises: RefusedError when the package's owner ruled that out.
+    Raises: ConfigError when the package's owner ruled that out.
     """
     rules = manifest.transforms
     floor = rules.kappa if kappa_floor is None else _floor_of_patches(kappa_floor, manifest)
     if floor > rules.kappa_max:
-        raise refusal(
+        raise misfit(
             "kappa",
             f"at least {floor} (this device's floor)",
             f"at most {rules.kappa_max} (the package's ceiling)",
@@ -111,11 +118,11 @@ def protection(kappa_floor: float | None, alpha: float | None, manifest: Manifes
 def _floor_of_patches(floor: float, manifest: Manifest) -> float:
     """The kappa at which even tokens that get a share of the noise are at a device's own floor.
 
-    Raises: RefusedError when they get none.
+    Raises: ConfigError when they get none.
     """
     share = min((cut.sent.prefix_share for cut in manifest.cuts if cut.tokens.prefix), default=1.0)
     if share == 0.0 and floor > 0.0:
-        raise refusal(
+        raise misfit(
             "noise of prefix tokens",
             f"at least {floor} (this device's floor)",
             "none (the package)",
@@ -189,3 +196,8 @@ def check_ask(ask: Ask, terms: Terms) -> None:
 def refusal(term: str, ours: str, theirs: str, cure: str) -> RefusedError:
     """This device says no, with both values."""
     return RefusedError(f"this device refuses the server's terms: {term}: here {ours}, there {theirs}", cure, "terms")
+
+
+def misfit(term: str, ours: str, theirs: str, cure: str) -> ConfigError:
+    """The device's own settings and its package cannot go together, with both values; no server has a part in it."""
+    return ConfigError(f"the package does not fit this device's settings: {term}: here {ours}, there {theirs}", cure)

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from contract.errors import ExportError, PackageError, UsageError
-from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, of_package
+from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, Table, of_package
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, FileRecord, Manifest, digest, from_bytes, to_bytes
 from contract.signature import PrivateKey, key_id, sign, verify
 from exporter.package import Staging, backend_path, publish, staging, write_document, write_file, write_manifest
@@ -74,8 +74,8 @@ def add_table(table: Path, root: Path, signer: PrivateKey, now: Callable[[], dat
             f"{backend} is missing: a server with it would refuse devices that have the package signed anew",
             "run this where export-frontend wrote both folders",
         )
-    data = _read(table, PACKAGED_BYTES_MAX)
-    of_package(data, package.manifest)
+    data = _read_table(table)
+    _check_strength(of_package(data, package.manifest), package.manifest)
     files = [each for each in package.manifest.files if each.name != LEAKAGE_NAME]
     files.append(FileRecord(LEAKAGE_NAME, len(data), hashlib.sha256(data).hexdigest()))
     manifest = replace(
@@ -105,6 +105,31 @@ def _tell_backend(backend: Path, staged: Staging, version: int, package_digest: 
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"{path} is not as export-frontend wrote it: {error!r}", _CURE) from error
     write_document(staged.backend / path.name, document)
+
+
+def _read_table(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(PACKAGED_BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"the table {path} cannot be read: {error.strerror}", "correct the path") from error
+    if len(data) > PACKAGED_BYTES_MAX:
+        raise PackageError(
+            f"a table in a package may have {PACKAGED_BYTES_MAX} bytes, {path} has more",
+            "measure fewer strengths (leakage-profile --noise) or attacks",
+        )
+    return data
+
+
+def _check_strength(table: Table, manifest: Manifest) -> None:
+    """Raises: PackageError where the table says nothing of the noise that devices use unless told otherwise."""
+    kappa = manifest.transforms.kappa
+    if manifest.cuts and kappa not in table.settings.strengths:
+        measured = ",".join(f"{each:g}" for each in table.settings.strengths)
+        raise PackageError(
+            f"the leakage table has no row at kappa {kappa:g}, the noise of package {manifest.name}; it has {measured}",
+            f"measure again with leakage-profile --noise {measured},{kappa:g}",
+        )
 
 
 def _copy(source: Path, names: list[str], target: Path) -> None:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contract.console import progress, say
-from contract.errors import UsageError
 from contract.images import normalise
 from contract.keyed_noise import derive_key
 from contract.manifest import WeightRecord
@@ -31,7 +30,7 @@ from exporter.models import Facts
 from exporter.plan import ExportPlan, Limits
 from exporter.public_set import Parts, PublicSet
 from exporter.runtime import open_session, run_tokens
-from exporter.statistics import SPATIAL_PATCHES_MAX, PublicTokens, measure_tokens
+from exporter.statistics import PublicTokens, measure_tokens
 from exporter.token_store import extract
 from exporter.tune import Classifier, TokenSet, TuneSettings, backend_features, fit_head, linear_head, top1, tune
 from exporter.tuning_frontends import TuningFrontend
@@ -248,22 +247,11 @@ def _has_weight_noise(bench: Bench) -> bool:
 
 
 def _statistics(bench: Bench, tokens: NDArray[np.float16]) -> PublicTokens:
-    """Of at most `statistics_images` rows; refuses to leave patches out where nothing could fill them in."""
+    """Of at most `statistics_images` rows."""
     count, step = min(len(tokens), bench.limits.statistics_images), bench.limits.batch
-    public = measure_tokens(
+    return measure_tokens(
         bench.facts.layout, lambda: (tokens[start : min(start + step, count)] for start in range(0, count, step))
     )
-    if bench.plan.sent_patches == "none" and not bench.facts.layout.prefix:
-        raise UsageError(
-            "--sent-patches none sends the class token alone, and this model has none at the cut", "send some patches"
-        )
-    if public.spatial is None and bench.plan.sent_patches != "all":
-        raise UsageError(
-            f"--sent-patches {bench.plan.sent_patches} needs patches few enough to be filled in from each other, at "
-            f"most {SPATIAL_PATCHES_MAX}, found {bench.facts.layout.patches}",
-            "use --sent-patches all, or another --split",
-        )
-    return public
 
 
 def _could_answer(bench: Bench, head: tuple[Tensor, Tensor] | None) -> bool:

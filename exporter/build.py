@@ -22,6 +22,7 @@ from contract.images import ImageRule
 from contract.leakage import LEAKAGE_NAME, of_package
 from contract.manifest import digest, to_bytes
 from contract.signature import PrivateKey, key_id, sign
+from contract.tokens import TokenLayout
 from exporter.backend_tuning import Bench, PreparedBackend, prepare_tuned, prepare_untuned
 from exporter.checkpoint import create_model, image_rule, own_head
 from exporter.few_shot import FewShotSettings
@@ -46,6 +47,8 @@ from exporter.preview import with_preview
 from exporter.public_set import PublicSet, divide, draw_synthetic, open_folder
 from exporter.records import figures_of, golden_of, manifest_of, write_backend
 from exporter.split import check_cut, split_tokens, usual_cut
+from exporter.statistics import check_sent
+from exporter.tensorrt_check import check_plans
 from exporter.tune import TuneSettings
 from exporter.tuning_frontends import make_tuning_frontends
 
@@ -109,6 +112,9 @@ def export(
     parts = divide(len(public), limits, plan.limit_tuning, rng)
     frontend, backend, layout = split_tokens(model, k)
     facts = replace(facts, layout=layout)
+    check_sent(layout, plan.sent_patches)
+    if gated is UNGATED or gated.table is not None:  # a candidate of a sweep is not what devices get
+        _warn_of_noise(plan, layout)
     head = own_head(model)
     runs = masked_frontend(frontend) if plan.masked else frontend
     halves = Halves(model, runs, backend, head, facts, family.fold_sites(frontend))
@@ -130,6 +136,8 @@ def export(
         bench = _gated(bench, prepared)
         table = {} if gated.table is None else {LEAKAGE_NAME: gated.table}
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench), **table})
+        patches = facts.layout.patches
+        plans = check_plans(staged.package / ONNX_NAME, patches, staged.scratch) if plan.tensorrt else []
         signer = key_id(surroundings.signer.public_key())
         described = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
         if gated.table is not None:
@@ -137,6 +145,7 @@ def export(
         if plan.preview:
             described = with_preview(described, plan, staged, surroundings.threads)
         figures = figures_of(bench, prepared, described.preview, frontend_s, time.monotonic() - started_s)
+        figures["tensorrt"] = plans
         manifest = to_bytes(described)
         package_digest = digest(manifest).hex()
         write_manifest(staged, manifest, sign(surroundings.signer, manifest))
@@ -157,6 +166,17 @@ def _cut(wanted: int | None, facts: Facts) -> int:
             f"much of the picture (usual for this model: {usual})"
         )
     return k
+
+
+def _warn_of_noise(plan: ExportPlan, layout: TokenLayout) -> None:
+    """Say which tokens devices would send as they are."""
+    of_prefix = plan.sent_patches == "none" and plan.prefix_noise == 0
+    if plan.kappa == 0 or of_prefix:
+        flag = "--kappa 0" if plan.kappa == 0 else "--prefix-noise 0"
+        rest = "" if plan.alpha == 0 else ", and weight noise alone is no protection"
+        say(f"warning: devices send every token without feature noise ({flag}): nothing hides the images{rest}")
+    elif layout.prefix and plan.prefix_noise == 0:
+        say("warning: devices send the class token without feature noise (--prefix-noise 0)")
 
 
 def _name(model: str, k: int) -> str:

@@ -7,8 +7,6 @@ exporter.training_package's for parts that devices train.
 from __future__ import annotations
 
 import argparse
-import ast
-import json
 import os
 import signal
 import sys
@@ -19,22 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from contract.canonical import encode
-from contract.config import REQUIRED, Field, Resolved, find_file, resolve
-from contract.console import ArgumentParser, print_document, run_command, say
+from contract.config import REQUIRED, Resolved, find_file, resolve
+from contract.console import print_document, run_command, say
 from contract.errors import UsageError
 from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
-from contract.tokens import KEPT
 from contract.training import HOLDS, OWN_HEADS, PrototypeRule
 from exporter.gate_cli import GATE_FIELDS, make_gate
 from exporter.gate_plan import GatePlan
+from exporter.options import FIELDS, OF_FRONTENDS, OF_MODULES, OF_PROTOTYPES, OF_TRAINING, make_parser, read_model_args
 from exporter.plan import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMISERS,
-    PEFTS,
-    QUANTIZERS,
-    TUNES,
     ExportPlan,
     Limits,
     ModelArg,
@@ -46,97 +38,6 @@ from exporter.plan import (
     read_cuts,
 )
 
-FIELDS = (
-    Field("model", str, REQUIRED, "timm model name, such as vit_large_patch16_224"),
-    Field("model_args", dict, {}, "arguments of timm.create_model, such as img_size and num_classes"),
-    Field("split", int, None, "layers on the device; default: two thirds, with Swin all stages but one"),
-    Field("int8", bool, False, "quantize the frontend to INT8"),
-    Field(
-        "quantizer",
-        str,
-        "default",
-        "default: min-max by channel, outliers evened out; searched: with a search for scales, kept where it helps; "
-        "paper: as SA published it",
-    ),  # fmt: skip
-    Field("masked", bool, False, "let devices run any choice of an image's patches, the others at no cost"),
-    Field("calibration", Path, None, "folder of public images, one folder per class if the backend is to be tuned"),
-    Field("weights", Path, None, "safetensors file or torch state dict"),
-    Field("pretrained", bool, False, "take timm's own weights from its hub"),
-    Field("output", Path, REQUIRED, "folder of the package; the backend goes beside it as <output>.backend"),
-    Field(
-        "tune",
-        str,
-        "noise-aware",
-        "noise-aware: tune the backend for devices' noise; paper: as published; none: do not",
-    ),
-    Field("opset", int, 20, "ONNX operator set, 17 or more"),
-    Field("alpha", float, 0.1, "relative strength of the devices' weight noise"),
-    Field("kappa", float, 0.25, "default strength of the feature noise, in standard deviations per channel"),
-    Field("kappa_max", float, 1.0, "strongest feature noise that the backend is tuned for"),
-    Field("sent_patches", str, "all", "patch tokens that devices send; none: the class token alone"),
-    Field("prefix_noise", float, 1.0, "noise of the class token, as a share of the patches'"),
-    Field("name", str, None, "name of the package; default: model and split"),
-    Field("version", int, None, "version of the package; default: one more than the package that is replaced"),
-    Field("seed", int, 0, "seed of everything random"),
-    Field("no_hilbert", bool, False, "calibrate and tune without the Hilbert transforms of public images"),
-    Field("tuning_subsets", int, 3, "parts of the public set, each of which calibrates one more frontend for tuning"),
-    Field(
-        "played_sites", int, None, "few-shot sites that are played to choose learning rates; default: 2 to 6 by size"
-    ),
-    Field("limit_tuning", int, 2000, "most images that the backend is tuned on"),
-    Field("preview", bool, False, "add an attacker's decoders to the package, for edge-run --preview; takes minutes"),
-    Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
-    Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
-    Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
-    Field("for", str, "split_adaptation", "strategy that the package is for"),
-    Field("cuts", str, None, "layers on the device, one part for each cut, such as 1-10 or 2,6,10; default: --split"),
-    Field("classes", int, None, "classes of the site, where devices train the whole model"),
-    Field("optimiser", str, "sgd", "how training moves the parameters, on devices and on the server"),
-    Field("momentum", float, None, "of sgd; default: 0.9, with eeft and its baselines 0.5"),
-    Field("weight_decay", float, None, "default: 5e-4 with sgd (0 with eeft), 0.01 with adamw (decoupled)"),
-    Field("augment", str, "none", "how devices vary training pictures, such as crop=4,flip,brightness=0.2"),
-    Field("gradient", str, "float32", "how the gradient at the cut travels; eft_vit: how the server's changes do"),
-    Field("activations", str, "float32", "how the activations at the cut travel"),
-    Field("freeze", tuple, (), "beginnings of names of parameters that are not trained, with commas between"),
-    Field(
-        "keep_patches",
-        float,
-        None,
-        "share of an image's patches that goes through the part in training, the same ones every time; default: all",
-    ),  # fmt: skip
-    Field("skips", int, 3, "eeft: light skips into each block of the model"),
-    Field("complexity", float, 0.3, "eeft: weight of the complexity term of the loss"),
-    Field("start_alpha", float, -3.0, "eeft: where the logits of the blocks' utilisation factors start"),
-    Field("start_skips", float, 1.0, "eeft: weight of the skips' norms at the start; 0: they are silent until trained"),
-    Field(
-        "peft",
-        str,
-        "all",
-        "what of the whole model fed_avg trains: all, or the head with nothing else, with the "
-        "biases, with 10 prompt tokens, or with LoRA of rank 8 on queries and values",
-    ),
-    Field("projection", int, None, "prototypes: values of an embedding; default: 128"),
-    Field("distance", str, None, "prototypes: from an embedding to its class's prototype; default: cosine"),
-    Field("no_normalise", bool, False, "prototypes: leave the values at the cut as long as they are"),
-    Field("count_step", int, None, "prototypes: tell counts rounded up to multiples of this; default: 1"),
-    Field("recompute", bool, False, "let backward compute the activations again instead of storing them"),
-    *GATE_FIELDS,
-)
-_CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
-            "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS, "distance": ("cosine", "l2")}  # fmt: skip
-_OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
-_OF_MODULES = ("skips", "complexity", "start_alpha", "start_skips")
-_OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
-                "recompute", "keep_patches", "peft", *_OF_MODULES, *_OF_PROTOTYPES)  # fmt: skip
-_OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",
-                 "no_hilbert", "tuning_subsets", "played_sites")  # fmt: skip
-_RELEASE_HELP = "agree that the package holds every layer of the model; recorded, and only taken from the command line"
-_SPLITS_HELP = "print where MODEL, with --model-arg, can be cut and what each cut costs; nothing is exported"
-_METAVARS = {"cuts": "CUTS", "freeze": "NAMES", "augment": "RULE", "split": "N|auto", "max_leakage": "LIMIT",
-             "gate_attacks": "NAMES"}  # fmt: skip
-_ADD_TABLE_HELP = "put a table of leakage-profile into the package DIR that it is of and sign it anew; exports nothing"
-_MODEL_ARG_HELP = "an argument of timm.create_model, as a Python literal or text; may be given several times"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -144,15 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if arguments.list_splits is not None:
-        return _list_splits(arguments.list_splits, _model_args(arguments.model_arg) or {}, arguments.format)
-    flags = {**vars(arguments), "model_args": _model_args(arguments.model_arg)}
+        _refuse_idle(arguments, "list_splits", "model_arg", "format")
+        return _list_splits(arguments.list_splits, read_model_args(arguments.model_arg) or {}, arguments.format)
+    flags = {**vars(arguments), "model_args": read_model_args(arguments.model_arg)}
     is_auto = arguments.split == "auto"
     if is_auto:
         flags["split"] = None
     file = find_file(arguments.config, Path.cwd())
     if arguments.add_table is not None:
+        _refuse_idle(arguments, "add_table", "signing_key", "format", "config")
         return _add_table(*map(Path, arguments.add_table), _key_alone(flags["signing_key"], file), arguments.format)
     settings = resolve("export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file)
     if is_auto:
@@ -174,6 +77,15 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_idle(arguments: argparse.Namespace, purpose: str, *known: str) -> None:
+    """Raises UsageError for a flag that would change nothing; settings of files are there for exports."""
+    usual = vars(make_parser().parse_args([]))
+    idle = [name for name, value in vars(arguments).items() if value != usual[name] and name not in (purpose, *known)]
+    if idle:
+        flags = [f"--{name.replace('_', '-')}" for name in (idle[0], purpose)]
+        raise UsageError(f"{flags[0]} has no part in {flags[1]}, which exports nothing", "leave it out")
+
+
 def _list_splits(model: str, model_args: Mapping[str, ModelArg], form: str) -> int:
     from exporter.list_splits import list_splits, table
 
@@ -185,78 +97,21 @@ def _list_splits(model: str, model_args: Mapping[str, ModelArg], form: str) -> i
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog="export-frontend", description=__doc__.splitlines()[0])
-    for field in FIELDS:
-        if field.name == "model_args":
-            parser.add_argument("--model-arg", action="append", default=[], metavar="KEY=VALUE", help=_MODEL_ARG_HELP)
-        elif field.name == "max_leakage":
-            parser.add_argument(_flag(field), action="append", metavar=_METAVARS[field.name], help=field.help)
-        elif field.type is bool:
-            parser.add_argument(_flag(field), action="store_true", default=None, help=field.help)
-        else:
-            names = ("-o", _flag(field)) if field.name == "output" else (_flag(field),)
-            choices = _CHOICES.get(field.name)
-            metavar = None if choices else _METAVARS.get(field.name, field.type.__name__.upper())
-            parser.add_argument(*names, default=None, choices=choices, metavar=metavar, help=_help(field))
-    parser.add_argument("--list-splits", metavar="MODEL", help=_SPLITS_HELP)
-    parser.add_argument("--add-table", nargs=2, metavar=("FILE", "DIR"), help=_ADD_TABLE_HELP)
-    parser.add_argument("--force", action="store_true", help="publish although INT8 is outside its limits; recorded")
-    parser.add_argument("--release-whole-model", action="store_true", help=_RELEASE_HELP)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="default: cutlayer.toml in this folder")
-    parser.add_argument("--show-config", action="store_true", help="print every setting and where it came from")
-    return parser
-
-
-def _flag(field: Field) -> str:
-    return "--" + field.name.replace("_", "-")
-
-
-def _help(field: Field) -> str:
-    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-    shown = default is not None and default is not REQUIRED and default != ""
-    return f"{field.help} (default: {default})" if shown else field.help
-
-
-def _model_args(given: Sequence[str]) -> dict[str, ModelArg] | None:
-    """KEY=VALUE texts as a table, None where there is none. Raises UsageError for a text without a key."""
-    table: dict[str, ModelArg] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key.isidentifier():
-            raise UsageError(
-                f"--model-arg should be KEY=VALUE, found {text!r}", "write for example: --model-arg img_size=32"
-            )
-        try:
-            table[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            table[key] = value
-        try:
-            json.dumps(table[key])  # it is stored with the backend, and a server builds the model from it
-        except TypeError as error:
-            raise UsageError(
-                f"--model-arg {key} should be numbers, texts, lists or tables of them, found {value}",
-                "write for example: --model-arg img_size=32",
-            ) from error
-    return table or None
-
-
 def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False, is_gated: bool = False) -> ExportPlan:
     """The plan of settled settings; paths become texts. Raises UsageError when they do not fit together."""
     values: dict[str, Any] = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.values.items()
     }
     values["model_args"] = tuple(sorted(values["model_args"].items()))
-    chosen = {name: values.pop(name) for name in ("for", "cuts", *_OF_TRAINING)}
+    chosen = {name: values.pop(name) for name in ("for", "cuts", *OF_TRAINING)}
     for field in GATE_FIELDS:
         del values[field.name]
     cuts = _cuts(settings)
     if holds_of(chosen["for"]) != "frontend":
-        idle = [f"--{name.replace('_', '-')}" for name in _OF_MODULES if settings.origin[name] != "default"]
+        idle = [f"--{name.replace('_', '-')}" for name in OF_MODULES if settings.origin[name] != "default"]
         if idle and HOLDS[chosen["for"]] != "modules":
             raise UsageError(f"{idle[0]} was given, but {chosen['for']} adds no modules", "it belongs to --for eeft")
-        idle = [f"--{name.replace('_', '-')}" for name in _OF_FRONTENDS if settings.origin[name] != "default"]
+        idle = [f"--{name.replace('_', '-')}" for name in OF_FRONTENDS if settings.origin[name] != "default"]
         if idle:  # whoever asks for protection must not believe that it is there
             raise UsageError(
                 f"{idle[0]} is of frontends, and {chosen['for']} trains parts on devices, which send without noise",
@@ -269,7 +124,7 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
             )
         values["split"] = None
         return ExportPlan(**values, force=force, training=_training(chosen, cuts, release_whole_model))
-    idle = [f"--{name.replace('_', '-')}" for name in _OF_TRAINING if settings.origin[name] != "default"]
+    idle = [f"--{name.replace('_', '-')}" for name in OF_TRAINING if settings.origin[name] != "default"]
     idle += ["--release-whole-model"] if release_whole_model else []
     if idle:
         raise UsageError(
@@ -281,7 +136,12 @@ def make_plan(settings: Resolved, force: bool, release_whole_model: bool = False
             f"--cuts names {len(cuts)} cuts, and a package for {chosen['for']} holds one frontend",
             f"name one cut, such as --cuts {cuts[-1]}, and export once for each",
         )
+    for name in ("preview_steps", "preview_minutes"):
+        if settings.origin[name].startswith("--") and not values["preview"]:
+            raise UsageError(f"{settings.origin[name]} is of --preview, which was not given", "add --preview")
     values["split"] = cuts[0] if cuts else None
+    if is_gated and settings.origin["kappa"] == "default":  # it is swept, and no reason to refuse a ceiling
+        values["kappa"] = max(0.0, min(values["kappa"], values["kappa_max"]))
     return ExportPlan(**values, force=force)
 
 
@@ -310,7 +170,7 @@ def _training(chosen: Mapping[str, Any], cuts: tuple[int, ...], release_whole_mo
     momentum, decay = chosen["momentum"], chosen["weight_decay"]
     if holds in OWN_HEADS and chosen["optimiser"] == "sgd":  # EEFT's, and that of its baselines
         momentum, decay = 0.5 if momentum is None else momentum, 0.0 if decay is None else decay
-    modules = ModuleChoices(*(chosen[name] for name in _OF_MODULES)) if holds == "modules" else None
+    modules = ModuleChoices(*(chosen[name] for name in OF_MODULES)) if holds == "modules" else None
     return TrainingChoices(
         strategy=chosen["for"], cuts=cuts, release_whole_model=release_whole_model, classes=chosen["classes"],
         modules=modules, optimiser=optimiser_rule(chosen["optimiser"], momentum, decay),
@@ -363,7 +223,7 @@ def _export_gated(plan: ExportPlan, gate: GatePlan, form: str) -> int:
 
 def _prototypes(chosen: Mapping[str, Any]) -> PrototypeRule | None:
     """Raises UsageError for options of prototypes where there are none."""
-    given = [name for name in _OF_PROTOTYPES if chosen[name] not in (None, False)]
+    given = [name for name in OF_PROTOTYPES if chosen[name] not in (None, False)]
     if chosen["for"] == "prototypes":
         return PrototypeRule(
             128 if chosen["projection"] is None else chosen["projection"], chosen["distance"] or "cosine",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from contract.canonical import CanonicalError
+from contract.child import run_child
 from contract.console import say
 from contract.errors import ExportError, GateError, UsageError
 from contract.image_folder import scan
@@ -29,7 +29,7 @@ from contract.tokens import TokenLayout
 from exporter.build import Gated, Report, Surroundings, export
 from exporter.few_shot import FewShotSettings
 from exporter.gate_choice import Energy, Point, choose, judge
-from exporter.gate_energy import energy_of, load_profile, read_energy
+from exporter.gate_energy import energy_of, how_to_know_joules, load_profile, read_energy
 from exporter.gate_plan import GatePlan, candidates
 from exporter.gate_report import GATE_NAME, Outcome, Skipped, to_document
 from exporter.gate_work import Done, workplace
@@ -38,7 +38,6 @@ from exporter.package import next_version, previous_manifest, replace_document
 from exporter.parity import gate_top1
 from exporter.plan import ExportPlan, Limits
 from exporter.runtime import open_session, run_tokens
-from exporter.statistics import SPATIAL_PATCHES_MAX
 from exporter.tune import TuneSettings
 
 _TIMED_RUNS = 20
@@ -68,14 +67,14 @@ def sweep(plan: ExportPlan, bench: Bench, few_shot: FewShotSettings) -> tuple[Ou
         )
     output = Path(plan.output)
     next_version(previous_manifest(output), plan.version, output)  # a wrong target is found before the work
+    _check_attacks(plan, bench.gate)
     splits = list_splits(plan.model, dict(plan.model_args)).splits
     layouts = [TokenLayout(each.prefix, each.grid, each.output_shape[1]) for each in splits]
-    planned = candidates(plan, bench.gate, layouts, SPATIAL_PATCHES_MAX)
+    planned = candidates(plan, bench.gate, layouts)
     energies = _energies(plan, bench.gate, planned, layouts)
     public = scan(Path(plan.calibration), None).digest()
     started_s, made = time.monotonic(), 0
     with workplace(output, plan, bench.gate, energies, public) as work:
-        _check_attacks(plan, bench.gate, work.root)
         found: list[Done] = []
         for number, candidate in enumerate(planned):
             done = work.read(number)
@@ -129,7 +128,7 @@ def _energies(
         raise UsageError(
             f"--max-energy {gate.max_energy_j:g} was given, and the energy of every candidate is unknown: "
             f"{energies[0].source}",
-            "measure the splits on the device (edge-profile -o table.json) and add --energy-table table.json",
+            how_to_know_joules(),
         )
     return energies
 
@@ -182,7 +181,8 @@ def _refusal(plan: ExportPlan, report: Report, top1: float, limits: Limits) -> s
 
 def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> bytes:
     """The table of one candidate. Raises: ExportError."""
-    code = _leakage_profile(front, plan, gate, output)
+    words = ["--package", str(front), "--public", str(plan.calibration), "-o", str(output)]
+    code = _leakage_profile(plan, gate, words)
     if code:
         raise ExportError(
             f"leakage-profile ended with exit code {code}, see above", "do as it says there; nothing was written"
@@ -190,21 +190,20 @@ def _attack(front: Path, plan: ExportPlan, gate: GatePlan, output: Path) -> byte
     return output.read_bytes()
 
 
-def _check_attacks(plan: ExportPlan, gate: GatePlan, scratch: Path) -> None:
+def _check_attacks(plan: ExportPlan, gate: GatePlan) -> None:
     """Find out before the first export what leakage-profile thinks of its flags. Raises: UsageError."""
-    code = _leakage_profile(scratch, plan, gate, scratch / LEAKAGE_NAME, "--check")
+    code = _leakage_profile(plan, gate, ["--check"])
     if code:
         raise UsageError(f"leakage-profile ends with exit code {code}, see above", "do as it says there")
 
 
-def _leakage_profile(front: Path, plan: ExportPlan, gate: GatePlan, output: Path, *more: str) -> int:
+def _leakage_profile(plan: ExportPlan, gate: GatePlan, more: Sequence[str]) -> int:
     """Run it as a command: of the server's rooms the exporter knows only their commands. The exit code."""
-    words = [sys.executable, "-m", "server_runtime.leakage.cli", "--package", str(front), "--public", plan.calibration]
-    words += ["-o", str(output), "--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
+    words = ["--noise", ",".join(map(repr, gate.strengths)), "--seed", str(plan.seed)]
     words += [word for name in gate.attacks for word in ("--attack", name)]
     for flag, value in (("--steps", gate.steps), ("--images", gate.images)):
         words += [] if value is None else [flag, str(value)]
-    return subprocess.run([*words, *more], stdout=subprocess.DEVNULL, check=False).returncode
+    return run_child("server_runtime.leakage.cli", [*words, *more], stdout=subprocess.DEVNULL)
 
 
 def _time_ms(onnx: Path, shape: tuple[int, int, int], threads: int) -> float:

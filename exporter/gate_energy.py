@@ -78,6 +78,16 @@ def load_profile(named: str) -> profiles.Profile:
         raise ConfigError(error.cause, error.cure) from error
 
 
+def how_to_know_joules() -> str:
+    """What there is to do where no joules are known; of the profiles, few have watts."""
+    known = [name for name in profiles.names() if profiles.load(name).power.busy_w is not None]
+    return (
+        "on the device run edge-profile -o table.json, where nothing measures power with --plug HOST or with "
+        "--power-model IDLE:BUSY in watts, and give --energy-table table.json; in place of --power-model, --profile "
+        f"{' or '.join(known)}, or a profile file of your own that has idle_w and busy_w"
+    )
+
+
 def possible_bytes(layout: TokenLayout) -> frozenset[int]:
     """All that one image of such tokens can send, whichever patches go and whether they are looked for elsewhere."""
     sent = [sent_layout(layout, kept) for kept in KEPT]

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from contract.errors import UsageError
 from contract.tokens import KEPT, Kept, TokenLayout
 from exporter.gate_choice import Limit
+from exporter.gate_energy import how_to_know_joules
 from exporter.plan import ExportPlan
+from exporter.statistics import check_sent
 
 STRENGTHS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5)
 ATTACKS = ("ridge", "inverse_net")
@@ -45,7 +47,7 @@ class GatePlan:
         if self.max_energy_j is not None and self.energy_table is None:
             raise UsageError(
                 f"--max-energy {self.max_energy_j:g} was given, and the energy of every split is unknown",
-                "measure the splits on the device (edge-profile -o table.json) and add --energy-table table.json",
+                how_to_know_joules(),
             )
         for name, count in (("--gate-steps", self.steps), ("--gate-images", self.images)):
             if count is not None and count < 1:
@@ -66,30 +68,37 @@ def sent_of(plan: ExportPlan, is_fixed: bool) -> tuple[Kept, ...]:
     return (plan.sent_patches,) if is_fixed else KEPT
 
 
-def candidates(plan: ExportPlan, gate: GatePlan, layouts: Sequence[TokenLayout], patches_most: int) -> list[ExportPlan]:
+def candidates(plan: ExportPlan, gate: GatePlan, layouts: Sequence[TokenLayout]) -> list[ExportPlan]:
     """One export for each cut, precision and choice of patches, without decoders for a preview, which only what is
     published needs; all strengths of one are measured on it.
 
-    `layouts` are the tokens at every cut of the model. Where a sweep would leave out patches that nothing can fill in
-    (more than `patches_most`, or no class token to tell of them), it does not.
+    `layouts` are the tokens at every cut of the model. Where a sweep would leave out patches that nothing can fill in,
+    it does not.
 
-    Raises: UsageError for a cut that the model does not have.
+    Raises: UsageError for a cut that the model does not have, or patches that cannot be left out there.
     """
     depth = len(layouts) + 1
     cuts = gate.cuts or tuple(range(1, depth))
-    beyond = [cut for cut in cuts if cut >= depth]
-    if beyond:
-        raise UsageError(
-            f"cut {beyond[0]} leaves nothing to the server: the model has {depth} layers", f"cuts are 1 to {depth - 1}"
-        )
+    for cut in cuts:
+        if not 1 <= cut < depth:
+            left = "the device" if cut < 1 else "the server"
+            raise UsageError(
+                f"cut {cut} leaves nothing to {left}: the model has {depth} layers", f"cuts are 1 to {depth - 1}"
+            )
+        if len(gate.sent) == 1:
+            check_sent(layouts[cut - 1], gate.sent[0])
     return [
         replace(plan, split=cut, int8=int8, sent_patches=sent, kappa=min(gate.strengths), preview=False)
         for cut in cuts
         for int8 in gate.precisions
         for sent in gate.sent
-        if len(gate.sent) == 1 or _can_send(layouts[cut - 1], sent, patches_most)
+        if _can_send(layouts[cut - 1], sent)
     ]
 
 
-def _can_send(layout: TokenLayout, sent: Kept, patches_most: int) -> bool:
-    return sent == "all" or (layout.patches <= patches_most and (sent != "none" or layout.prefix > 0))
+def _can_send(layout: TokenLayout, sent: Kept) -> bool:
+    try:
+        check_sent(layout, sent)
+    except UsageError:
+        return False
+    return True

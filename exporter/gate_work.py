@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from contract.canonical import CanonicalError, decode, encode, from_json, to_jso
 from contract.console import say
 from contract.errors import ExportError, UsageError
 from contract.leakage import Baselines
+from contract.scratch import lock_folder
 from exporter.gate_choice import Energy, Point
 from exporter.gate_plan import GatePlan
 from exporter.package import replace_document
@@ -74,16 +76,40 @@ def workplace(
 ) -> Iterator[Workplace]:
     """The folder of this very sweep; `public` is the digest of the public images.
 
-    Raises: UsageError when an earlier run with other settings left one; ExportError when it cannot be written.
+    Raises: UsageError when an earlier run with other settings left one, or another export has it; ExportError when it
+    cannot be written.
     """
     root = output.with_name(f".{output.name}.gate")
     swept = encode(gate, omit=("limits", "max_energy_j"))
     text = to_json([plan.document(), swept, [encode(each) for each in energies], public])
     mine = _Of(hashlib.sha256(text).hexdigest())
+    lock = _lock(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ExportError(f"{root} cannot be made: {error.strerror}", "choose another -o") from error
+        yield from _hold(root, mine)
+    finally:
+        os.close(lock)
+
+
+def _lock(root: Path) -> int:
+    """The folder, made where it is missing and locked; made again where its owner was just removing it."""
+    while True:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(root)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{root} is in use: another export of the same output is running", "wait for it, or choose another -o"
+            ) from error
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ExportError(f"{root} cannot be used: {error.strerror}", "choose another -o") from error
+        if root.is_dir():
+            return lock
+        os.close(lock)
+
+
+def _hold(root: Path, mine: _Of) -> Iterator[Workplace]:
     found = _read(_Of, root / _KEY_NAME)
     if found is None and any(root.iterdir()):
         raise UsageError(f"{root} is needed for a while, and holds what no export made", "move it away, or change -o")

@@ -199,6 +199,7 @@ class ExportPlan:
     preview_steps: int = 1500
     preview_minutes: float = 15.0
     played_sites: int | None = None  # None: by the size of the backend
+    tensorrt: bool = False  # build the file's TensorRT plans here, as a check
 
     def __post_init__(self) -> None:
         known = ", ".join(QUANTIZERS)
@@ -209,7 +210,11 @@ class ExportPlan:
         _require(not (self.weights and self.pretrained), "expected --weights or --pretrained, found both")
         _require(self.opset >= 17, f"opset must be 17 or more (LayerNormalization), found {self.opset}")
         _require(0.0 <= self.alpha <= 1.0, f"alpha must lie in 0..1, found {self.alpha}")
-        _require(0.0 <= self.kappa <= self.kappa_max, f"kappa must lie in 0..kappa-max, found {self.kappa}")
+        _require(self.kappa_max >= 0.0, f"kappa-max must be 0 or more, found {self.kappa_max:g}")
+        _require(
+            0.0 <= self.kappa <= self.kappa_max,
+            f"kappa must lie in 0..kappa-max ({self.kappa_max:g}), found {self.kappa:g}",
+        )
         known = ", ".join(KEPT)
         _require(self.sent_patches in KEPT, f"sent-patches must be one of {known}, found {self.sent_patches!r}")
         _require(0.0 <= self.prefix_noise <= 1.0, f"prefix-noise must lie in 0..1, found {self.prefix_noise}")

@@ -6,8 +6,6 @@ it is contract.preview's.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import onnx
 
 from contract.canonical import CanonicalError, decode, from_json
+from contract.child import run_child
 from contract.console import say
 from contract.errors import ExportError
 from contract.manifest import MANIFEST_NAME, Manifest, to_bytes
@@ -51,11 +50,11 @@ def _train(plan: ExportPlan, package: Path, folder: Path) -> tuple[Decoder, ...]
     strengths = dict.fromkeys((plan.kappa, plan.kappa_max))
     say(f"training decoders for the owner's preview, in at most {plan.preview_minutes:g} minutes")
     words = [
-        sys.executable, "-m", _TRAINER, "--package", package, "--public", plan.calibration, "--kappa", *strengths,
+        "--package", package, "--public", plan.calibration, "--kappa", *strengths,
         "--steps", plan.preview_steps, "--minutes", plan.preview_minutes, "--learn", plan.limit_tuning,
         "--opset", plan.opset, "--seed", plan.seed, "-o", folder,
     ]  # fmt: skip
-    code = subprocess.run([str(word) for word in words], stdout=2).returncode
+    code = run_child(_TRAINER, [str(word) for word in words], stdout=2)
     if code:
         raise ExportError(f"the training of the preview's decoders ended with exit code {code}", _CURE)
     try:

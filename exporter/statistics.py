@@ -11,13 +11,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.errors import ExportError
-from contract.tokens import Statistics, TokenLayout
+from contract.errors import ExportError, UsageError
+from contract.tokens import Kept, Statistics, TokenLayout
 from contract.wiener import SpatialStatistics, group_count, positive_sigma
 
 SPATIAL_PATCHES_MAX = 1024  # covariances between positions take up to 4 bytes * d / 32 * N^2
 
 Doubles = NDArray[np.float64]
+
+
+def check_sent(layout: TokenLayout, kept: Kept) -> None:
+    """Whether patches may be left out at this cut. Raises: UsageError where nothing could fill them in."""
+    if kept == "none" and not layout.prefix:
+        raise UsageError(
+            "--sent-patches none sends the class token alone, and this model has none at the cut", "send some patches"
+        )
+    if kept != "all" and layout.patches > SPATIAL_PATCHES_MAX:
+        raise UsageError(
+            f"--sent-patches {kept} needs patches few enough to be filled in from each other, at most "
+            f"{SPATIAL_PATCHES_MAX}, found {layout.patches}",
+            "use --sent-patches all, or another --split",
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Reading flags and files, and saying how it went; everything that decides is left
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -24,6 +25,7 @@ from . import backend_folder, pipe, plan, strategies
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
+from .belongs import STRATEGIES_OF, check_given
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
@@ -53,11 +55,17 @@ def _parser() -> ArgumentParser:
     }
     metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
     kinds = {Path: "PATH", int: "N", float: "X"}
+    groups: dict[frozenset[str], argparse._ArgumentGroup] = {}
     for field in FIELDS:
         if field.name != "public":
             name = "--" + field.name.replace("_", "-")
             metavar = metavars.get(field.name, kinds.get(field.type))
-            parser.add_argument(name, choices=choices.get(field.name), metavar=metavar, help=field.help)
+            add = parser.add_argument
+            if (owners := STRATEGIES_OF.get(field.name)) is not None:
+                if owners not in groups:
+                    groups[owners] = parser.add_argument_group(_title(owners))
+                add = groups[owners].add_argument
+            add(name, choices=choices.get(field.name), metavar=metavar, help=field.described)
     parser.add_argument(
         "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
     )
@@ -65,6 +73,12 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: ./cutlayer.toml, where it exists")
     parser.add_argument("--show-config", action="store_true", help="print each setting and where it comes from")
     return parser
+
+
+def _title(owners: frozenset[str]) -> str:
+    """Of the settings that mean something to these strategies alone; the shorter list of names."""
+    others = [name for name in strategies.names() if name not in owners]
+    return f"for {', '.join(sorted(owners))} only" if len(owners) <= len(others) else f"not for {', '.join(others)}"
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -79,6 +93,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])
+    check_given(values["strategy"], resolved.origin)
     folder = backend_folder.read(values["backend"])
     wanted = _plan(resolved, folder)
     devices = {device for names in roster.sites.values() for device in names}
@@ -121,7 +136,8 @@ def _plan(resolved: Resolved, folder: BackendFolder | TrainingFolder) -> Plan:
     values = {name: value for name, value in resolved.values.items() if name in own}
     if values["kappa"] is None:
         values["kappa"] = folder.manifest.transforms.kappa
-    values["threads"] = values["threads"] or len(os.sched_getaffinity(0))
+    if values["threads"] is None:
+        values["threads"] = len(os.sched_getaffinity(0))
     return Plan(backend_sha256=folder.sha256(), package_digest=folder.package_digest, **values)
 
 

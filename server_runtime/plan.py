@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from contract.canonical import INT_MAX
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
 from contract.manifest import TransformRules
-from contract.training import HOLDS, MASKED, OWN_HEADS, RELEASED, TrainingCut, TrainingPlan
+from contract.training import HOLDS, OWN_HEADS, TrainingCut, TrainingPlan
 
 from . import strategies
 from .schedule import SCHEDULES
@@ -42,54 +43,73 @@ FIELDS = (
     Field("learning_rate", float, 0.01, "highest learning rate of training on devices"),
     Field("schedule", str, "constant", "how the learning rate goes on after the warm-up: " + " or ".join(SCHEDULES)),
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
-    Field("local_epochs", int, 1, "where devices hold the whole model: epochs of a device in one round"),
-    Field("quorum", int, 0, "the same, and prototypes: so many devices are enough when the others are away; 0: all"),
-    Field("fraction", float, 1.0, "fed_avg, fed_bfpt, eft_vit: share of the devices that a round asks"),
-    Field("server_epochs", int, 2, "eft_vit: epochs of the server on the stored features in a round"),
-    Field("server_rate", float, 0.0, "eft_vit: highest learning rate of the server; 0: as the devices'"),
-    Field("medians", float, 1.0, "eft_vit: features of a class, in medians of a device's classes; 0: its largest"),
-    Field("store_mb", int, 1024, "eft_vit: most MiB of features that are kept"),
-    Field("store_rounds", int, 0, "eft_vit: rounds for which a device's features count; 0: until it sends others"),
+    Field("local_epochs", int, 1, "passes of a device over its images between two averagings"),
+    Field("quorum", int, 0, "a round goes on with so many devices when the others are away; 0: it waits for all"),
+    Field("fraction", float, 1.0, "share of the devices, more than 0 to 1, that a round asks; drawn anew each round"),
+    Field("server_epochs", int, 2, "passes of the server over the features that it keeps, in each round"),
+    Field("server_rate", float, 0.0, "highest learning rate of the server's own training; 0: as --learning-rate"),
+    Field(
+        "medians",
+        float,
+        1.0,
+        "how many features a device sends of each of its classes: this many times the images of its median class; "
+        "0: as many as its largest class has images",
+    ),  # fmt: skip
+    Field("store_mb", int, 1024, "most features that the server keeps, in MiB"),
+    Field("store_rounds", int, 0, "for how many rounds a device's features count; 0: until it sends others"),
     Field(
         "threshold",
         str,
         "auto",
-        "eeft: devices this near in their utilisation factors are averaged (0: none, inf: all)",
-    ),
-    Field("alone", int, 3, "eeft: rounds in which a device is averaged with nobody"),
+        "devices are averaged with those whose use of the model's blocks is no further from theirs than this distance; "
+        "0: each alone, inf: all together, auto: found from the largest gap between the distances",
+    ),  # fmt: skip
+    Field("alone", int, 3, "so many rounds each device trains by itself before it is averaged with others"),
     Field(
         "cuts",
         str,
         "",
         "layers on the device: N, and DEVICE=N for single ones, such as 6,pi-3=2; default: the package's first",
     ),
-    Field("prototype_strength", float, 1.0, "prototypes: lambda_0, the pull's weight beside the task's loss; 0: none"),
-    Field("prototype_shift", float, 2.0, "prototypes: alpha, how a device's shift weakens its pull; 0: not at all"),
-    Field("prototype_renewal", float, 0.5, "prototypes: beta, a round's share in the class prototypes, 0 to 1"),
     Field(
-        "server_copies", str, "each", "prototypes: each device has a copy of the server's half (SplitFed V1), or one"
+        "prototype_strength",
+        float,
+        1.0,
+        "how strongly a device's embeddings are drawn to the common mean of their class (its prototype), as a weight "
+        "beside the task's loss; 0: not at all (the paper's lambda_0)",
+    ),  # fmt: skip
+    Field(
+        "prototype_shift",
+        float,
+        2.0,
+        "how much weaker that is for a device whose own class means lie at a distance from the prototypes: times "
+        "exp(-this x distance); 0: the same for all (the paper's alpha)",
+    ),  # fmt: skip
+    Field(
+        "prototype_renewal",
+        float,
+        0.5,
+        "share of the newest round in a prototype, 0 to 1; the rest is what it was (the paper's beta)",
     ),
+    Field(
+        "server_copies",
+        str,
+        "each",
+        "each: every device trains with a copy of its own of the server's half, and the copies are averaged (SplitFed "
+        "V1); one: devices train one after another with the same half (V2)",
+    ),  # fmt: skip
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
     Field("public", Path, None, "the server's own public images; server-run does not read them"),
 )
 
-# Settings that mean nothing to a strategy, by what its packages hold: kept in the record, never a reason to differ.
-_EEFT = frozenset({"threshold", "alone"})
-_EFT_VIT = frozenset({"fraction", "server_epochs", "server_rate", "medians", "store_mb", "store_rounds"})
-_OF_ROUNDS = frozenset({"local_epochs", "quorum"}) | _EFT_VIT | _EEFT
-_ON_DEVICES = ("batch", "learning_rate", "schedule", "warmup", "cuts", *_OF_ROUNDS)
-_IN_ROUNDS = ("fed_avg", "fed_bfpt", "eft_vit")  # which can ask any share of the devices
-_OF_PROTOTYPES = ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies")
 SERVER_COPIES = ("each", "one")
-_WHOLE = frozenset({"kappa", "augmentations", "replaced", "cuts", *_OF_PROTOTYPES})
-_IGNORED = {
-    "frontend": frozenset((*_ON_DEVICES, *_OF_PROTOTYPES)),
-    "parts": frozenset({"kappa", "augmentations", "replaced", *_OF_ROUNDS, *_OF_PROTOTYPES}),
-    "whole": _WHOLE | _EEFT,
-    "body": _WHOLE | _EEFT | _EFT_VIT,
-    "modules": _WHOLE | _EFT_VIT,
-}
-_MEANT = {"prototypes": frozenset((*_OF_PROTOTYPES, "quorum"))}  # by a single strategy
+# The most that anything here can be; numbers that pass through JSON and a message have 63 bits.
+_MOST = {
+    "epochs": 1_000_000, "augmentations": 100_000, "seed": INT_MAX, "threads": 1024, "batch": 1 << 16,
+    "local_epochs": 1_000_000, "quorum": 1_000_000, "alone": 1_000_000, "server_epochs": 1_000_000,
+    "store_mb": 1 << 24, "store_rounds": 1_000_000, "warmup": 1_000_000,
+}  # fmt: skip
+_LEAST = {"augmentations": 0, "seed": 0, "warmup": 0, "quorum": 0, "alone": 0, "store_rounds": 0}  # of others 1
 
 
 @dataclass(frozen=True)
@@ -144,12 +164,10 @@ class Plan:
             raise _wrong("label_mode", f"one that the package allows ({', '.join(allowed_modes)})", self.label_mode)
         if not (math.isfinite(self.kappa) and 0 <= self.kappa <= rules.kappa_max):
             raise _wrong("kappa", f"0 to {rules.kappa_max:g}, for which the backend was tuned", self.kappa)
-        lowest_of = {"epochs": 1, "augmentations": 0, "seed": 0, "threads": 1}
-        lowest_of |= {"batch": 1, "warmup": 0, "local_epochs": 1, "quorum": 0, "alone": 0}
-        lowest_of |= {"server_epochs": 1, "store_mb": 1, "store_rounds": 0}
-        for name, lowest in lowest_of.items():
-            if getattr(self, name) < lowest:
-                raise _wrong(name, f"{lowest} or more", getattr(self, name))
+        for name, most in _MOST.items():
+            least = _LEAST.get(name, 1)
+            if not least <= getattr(self, name) <= most:
+                raise _wrong(name, f"{least} to {most}", getattr(self, name))
         read_threshold(self.threshold)
         if not 0 <= self.replaced <= 1:
             raise _wrong("replaced", "a share from 0 to 1", self.replaced)
@@ -199,15 +217,6 @@ class Plan:
                 "export the model with --for prototypes",
             )
         default, own = parse_cuts(self.cuts)
-        if needed != "parts" and self.cuts:
-            raise _wrong("cuts", f"left out: {self.strategy} trains no parts of a model", self.cuts)
-        waits = self.strategy in MASKED or self.strategy == "fed_bfpt" or needed not in RELEASED
-        if self.quorum and waits and self.strategy != "prototypes":
-            raise _wrong("quorum", f"left out: {self.strategy} waits for all devices", self.quorum)
-        if self.fraction < 1 and self.strategy not in _IN_ROUNDS:
-            raise _wrong("fraction", f"left out: {self.strategy} asks all devices", self.fraction)
-        if self.local_epochs > 1 and needed not in RELEASED:
-            raise _wrong("local_epochs", f"left out: a round of {self.strategy} is one epoch", self.local_epochs)
         if self.quorum > len(devices):
             raise _wrong("quorum", f"at most the {len(devices)} enrolled devices", self.quorum)
         if training is None or needed != "parts":
@@ -225,7 +234,6 @@ class Plan:
     def differences(self, recorded: Mapping[str, Any], given: frozenset[str]) -> list[str]:
         """Where a recorded plan differs from this one, in fields that are not merely defaults here."""
         always = {"strategy", "backend_sha256", "package_digest"}
-        given = given - (_IGNORED[HOLDS[self.strategy]] - _MEANT.get(self.strategy, frozenset()))
         return [
             f"{field.name} = {recorded.get(field.name)!r}, asked for {getattr(self, field.name)!r}"
             for field in fields(self)

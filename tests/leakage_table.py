@@ -19,8 +19,9 @@ from contract.manifest import Manifest
 BLIND = Figures(11.8, 0.05, 0.31, None)
 
 
-def leakage_table(manifest: Manifest, strengths: tuple[float, ...] = (0.0, 1.0)) -> Table:
-    """Ridge alone; what it reads falls as the noise rises."""
+def leakage_table(manifest: Manifest, strengths: tuple[float, ...] | None = None) -> Table:
+    """Ridge alone, by default at none, the package's own and strong noise; what it reads falls as the noise rises."""
+    strengths = tuple(sorted({0.0, manifest.transforms.kappa, 1.0})) if strengths is None else strengths
     index = manifest.cuts[0].index if manifest.cuts else 1
     figures = [Figures(20.0 - 2 * each, 0.7 - 0.2 * each, 0.8 - 0.1 * each, None) for each in strengths]
     rows = [

@@ -85,3 +85,18 @@ def test_the_device_command_starts_where_torch_cannot_be_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def has_main(path: Path) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(path.read_text()).body)
+
+
+def test_every_command_runs_as_a_module_too() -> None:
+    commands = [path for package in RULES for path in (ROOT / package).rglob("*.py") if has_main(path)]
+    assert len(commands) >= 8
+    silent = [
+        str(path.relative_to(ROOT)) for path in commands if '\nif __name__ == "__main__":\n' not in path.read_text()
+    ]
+    assert not silent
+    done = subprocess.run([sys.executable, "-m", "edge_runtime.cli", "--help"], capture_output=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: edge-run")

@@ -23,9 +23,9 @@ import numpy as np
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
+from contract.output import open_output
 from edge_runtime.cpus import allowed_affinity, has_vnni, usable_cpus
 from edge_runtime.install import signal_to_noise_db
-from tools.output import open_output
 
 MODELS = ("vit_base_8", "vit_large_16")
 QUICK = "tiny"

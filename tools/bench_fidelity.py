@@ -23,10 +23,10 @@ from contract.console import ArgumentParser, print_document, progress, run_comma
 from contract.errors import UsageError
 from exporter.architecture import create
 from exporter.checkpoint import image_rule, load_weights, own_head, read_state
-from exporter.cli import _model_args
 from exporter.models import FoldSites, family_of
 from exporter.models._inference import inference_mode
 from exporter.onnx_graph import export_float
+from exporter.options import read_model_args
 from exporter.parity import measure, snr_db
 from exporter.public_set import PublicSet, draw_synthetic, open_folder
 from exporter.quantize import QUANTIZERS, ChosenScales, Quantizer
@@ -141,7 +141,7 @@ def top1(session: onnxruntime.InferenceSession, case: Case, folder: PublicSet, c
 def make_case(arguments: argparse.Namespace) -> Case:
     rng = np.random.default_rng(arguments.seed)
     torch.manual_seed(arguments.seed)
-    model = create(arguments.model, False, _model_args(arguments.model_arg) or {}).float().eval()
+    model = create(arguments.model, False, read_model_args(arguments.model_arg) or {}).float().eval()
     if arguments.weights is None:
         like_trained(model, rng)
     else:

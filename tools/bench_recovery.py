@@ -38,12 +38,12 @@ from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import DeviceError, TrainingError, UsageError
 from contract.image_folder import scan
+from contract.output import open_output
 from edge_runtime.spool import MESSAGE, SpoolLimits, scan_records
 from server_runtime.admission import Terms
 from server_runtime.report import Table, to_text
 from tools import demo, demo_commands, demo_model
 from tools.demo_data import DEVICES, DemoFolders
-from tools.output import open_output
 
 UPLOAD, TRAINING, AWAY = "upload", "training", "server away"  # phases
 LABEL_MODES = ("permuted-label", "logit-gradient", "client-head")

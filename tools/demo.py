@@ -29,6 +29,7 @@ from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.image_folder import scan
 from contract.images import ImageRule
+from contract.output import open_output
 from exporter.checkpoint import image_rule, load_weights, read_state
 from exporter.models import family_of
 from server_runtime.report import Picture, Results, Table, to_html, to_text
@@ -66,14 +67,11 @@ class Story:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    root = options.output.resolve()
-    if root.exists():
-        if not root.is_dir():
-            raise UsageError(f"{root} is no folder", "choose another one with -o")
-        if not (root / "demo.json").exists() and any(root.iterdir()):
-            raise UsageError(f"{root} is not empty and holds no demo", "choose another folder with -o")
-        shutil.rmtree(root)
-    root.mkdir(parents=True)
+    root = open_output(options.output)
+    if not (root / "demo.json").exists() and any(root.iterdir()):
+        raise UsageError(f"{root} is not empty and holds no demo", "choose another folder with -o")
+    shutil.rmtree(root)
+    root.mkdir()
     (root / "demo.json").write_text("{}\n")  # marks the folder as ours, should we be stopped half-way
     started_s = time.monotonic()
     say("== data")

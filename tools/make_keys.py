@@ -29,6 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from contract import signature
 from contract.console import ArgumentParser, run_command, say
 from contract.errors import UsageError
+from contract.output import open_output
 
 CA_DAYS = 3650
 SERVER_DAYS = 825
@@ -37,7 +38,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    root: Path = arguments.output
+    root = open_output(arguments.output)
     make_publisher(root)
     make_ca(root)
     make_server(root, arguments.host)
@@ -65,7 +66,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def make_publisher(root: Path) -> None:
     if not (root / "publisher.key").exists():
-        root.mkdir(parents=True, exist_ok=True)
         key = signature.generate()
         signature.save_private(root / "publisher.key", key)
         signature.save_public(root / "publisher.pub", key.public_key())

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, run_command, say
 from contract.errors import UsageError
+from contract.output import open_output
 from edge_runtime.meters._vcgencmd import RECORDED, vcgencmd_of
-from tools.output import open_output
 
 FILE_BYTES_MOST = 1 << 20
 NUMBER = r"-?\d+"

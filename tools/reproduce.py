@@ -25,12 +25,12 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from edge_runtime.engines import engine_names
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
-from tools.output import open_output
 from tools.reproduce_baselines import QUICK_BUDGET
-from tools.reproduce_cells import PACKAGES, STUDIES, Asked, Cell, cells_of, missing_reason, share_of
+from tools.reproduce_cells import PACKAGES, STUDIES, Asked, Cell, cells_of, codes_shared_by, missing_reason
 from tools.reproduce_rows import Adaptation, Effort, Laboratory, Row
 from tools.reproduce_table import results_of
 from tools.reproduce_world import (
@@ -45,6 +45,7 @@ from tools.reproduce_world import (
     listing,
     quick_world,
 )
+from tools.share import WHOLE, read_share, share_of
 
 ROW_SCHEMA = 2
 QUICK_EFFORT = Effort(QUICK_BUDGET, auxiliary_epochs=5)
@@ -59,7 +60,7 @@ def main() -> int:
         from tools import reproduce_eeft
 
         return reproduce_eeft.main(sys.argv[2:])
-    if sys.argv[1:2] == ["eft_vit"]:
+    if sys.argv[1:2] in (["eftvit"], ["eft_vit"]):
         from tools import reproduce_eft
 
         return reproduce_eft.main(sys.argv[2:])
@@ -137,7 +138,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def add_sharing(parser: argparse.ArgumentParser) -> None:
     """Where rows are kept, which of them are computed here, and how they are shown."""
-    parser.add_argument("--share", type=share, metavar="I/N", default=(1, 1), help="compute part I of N of the rows")
+    parser.add_argument(
+        "--share", type=read_share, metavar="I/N", default=WHOLE, help="compute part I of N of the rows"
+    )
     parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
@@ -192,14 +195,6 @@ def listed_from(known: Sequence[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse_names
-
-
-def share(text: str) -> tuple[int, int]:
-    """I and N of I/N, 1 <= I <= N."""
-    part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"expected I/N, as in 1/4, found {text!r}")
-    return int(part), int(parts)
 
 
 def asked_of(options: argparse.Namespace) -> Asked:
@@ -296,7 +291,7 @@ class Bench:
 
 def run_rows(bench: Bench, cells: Sequence[Cell], clock: Callable[[], float]) -> list[Row]:
     """The finished rows: read where they are kept, else computed and kept, but for those of another's share."""
-    mine = set(share_of(cells, bench.options.share))
+    mine = set(share_of(cells, bench.options.share, codes_shared_by))
     limit_s = bench.options.stop_after_s
     started_s, rows = clock(), []
     for number, cell in enumerate(cells, start=1):

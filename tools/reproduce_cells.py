@@ -6,7 +6,7 @@ Computing a row is left to `reproduce_rows`, keeping it to `reproduce`, tables t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from exporter import cli as exporter_cli
@@ -151,11 +151,7 @@ def unknown_word(words: Sequence[str]) -> str | None:
     return None
 
 
-def share_of(cells: Sequence[Cell], share: tuple[int, int]) -> list[Cell]:
-    """Part i of n of the rows, i counting from 1. Rows that share test codes stay together, and groups take turns."""
-    groups: dict[object, list[Cell]] = {}
-    for cell in cells:
-        alone = (cell.shots, cell.case) if cell.study == "baselines" else ()
-        groups.setdefault((cell.study, cell.package, cell.dataset, cell.kappa, cell.seed, alone), []).append(cell)
-    part, parts = share
-    return [cell for group in list(groups.values())[part - 1 :: parts] for cell in group]
+def codes_shared_by(cell: Cell) -> Hashable:
+    """Rows of which this is the same share test codes, and are best made by one command."""
+    alone = (cell.shots, cell.case) if cell.study == "baselines" else ()
+    return cell.study, cell.package, cell.dataset, cell.kappa, cell.seed, alone

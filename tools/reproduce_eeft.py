@@ -21,10 +21,10 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.similarity import AUTOMATIC, CLOSE
-from tools.output import open_output
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import Row, compare, results_of, summarise
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world

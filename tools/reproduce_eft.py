@@ -26,15 +26,16 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from server_runtime import backend_folder, split_model
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.training_macs import sizes_of
-from tools.output import open_output
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
+from tools.reproduce_eft_leaks import AFTER, leaks, table_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
-from tools.reproduce_eft_table import Row, named, results_of, summarise
+from tools.reproduce_eft_table import Row, named, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     METHODS,
     EftWorld,
@@ -42,12 +43,15 @@ from tools.reproduce_eft_world import (
     export_variant,
     folders_of,
     full_eft_world,
+    pacs_eft_world,
     quick_eft_world,
 )
+from tools.reproduce_energy import open_meter
 from tools.reproduce_split import finished, numbers, texts
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone
+from tools.share import WHOLE, read_share, share_of
 
 ROW_SCHEMA = 1
 STUDIES = ("main", "mask", "blocks", "threshold", "full", "rates")
@@ -56,6 +60,7 @@ RATIOS, BLOCKS, THRESHOLDS = (0.0, 0.25, 0.5, 0.85, 0.95), (1, 3, 4, 6), (1.5, 2
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {"seeds": [0], "rounds": 6, "local_epochs": 2, "batch": 16, "engine": "onnxruntime", "betas": [0.1]},
     "full": {"seeds": [0, 1, 2], "rounds": 10, "local_epochs": 2, "batch": 64, "engine": "torch", "betas": [0.1, 1.0]},
+    "pacs": {"seeds": [0, 1, 2], "rounds": 10, "local_epochs": 2, "batch": 64, "engine": "torch", "betas": [0.1]},
 }
 FRACTION, JUDGE_EVERY, WARMUP, SCHEDULE = 0.5, 2, 1, "cosine"
 RATES = {  # highest learning rate of AdamW, on devices and on the server
@@ -64,14 +69,14 @@ RATES = {  # highest learning rate of AdamW, on devices and on the server
 }  # fmt: skip
 EFT_RATES = ((3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4))
 FACTORS = (1 / 3, 3.0)  # of the others' rates
-TEST_IMAGES, DEVICES, COST_BATCH = 1000, 20, 8
+TEST_IMAGES, DEVICES, COST_BATCHES = 1000, 20, (8, 32)
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     root = open_output(options.output)
     rates = {**RATES, **(best_rates(root / "rows", options) if options.rates is None else options.rates)}
-    cells = share_of(cells_of(options, rates), options.share)
+    cells = share_of(cells_of(options, rates), options.share or WHOLE, lambda cell: cell)
     world = prepare(options, root / "scratch" / f"eft-{world_of(options)}", cells)
     if options.prepare:
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -84,7 +89,11 @@ def main(argv: Sequence[str]) -> int:
     effort = EftRates(
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
     )  # fmt: skip
-    laboratory = EftLaboratory(world, options.engine, effort, options.threads)
+    meter = open_meter() if options.share is None else None
+    laboratory = EftLaboratory(world, options.engine, effort, options.threads, meter)
+    if options.leaks:
+        show_leaks(options, world, laboratory, cells[0])
+        return 0
     rows, started_s = [], time.monotonic()
     for number, cell in enumerate(cells, start=1):
         if time.monotonic() - started_s > options.stop_after_s:
@@ -103,12 +112,15 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce eft_vit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits and a small model: minutes, no archive")
+    parser.add_argument("--dataset", choices=["cifar10", "pacs"], default="cifar10", help="(default: %(default)s)")
     parser.add_argument("--studies", type=texts, default=["main"], help="of: " + ",".join(STUDIES))
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--betas", type=reals, help="Dirichlet (default: 0.1 with --quick, else 0.1,1)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="METHOD/BETA/SEED", help="one row of the main study")
-    parser.add_argument("--share", type=share, metavar="N/M", help="every M-th row from the N-th on, and no tables")
+    parser.add_argument(
+        "--share", type=read_share, metavar="I/N", help="every N-th row from the I-th on, and no tables"
+    )
     parser.add_argument("--stop-after-s", type=float, default=math.inf, metavar="S", help="begin no row after that")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 10")
     parser.add_argument("--local-epochs", type=int, help="epochs of a device in a round (default: 2)")
@@ -129,11 +141,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
     action.add_argument("--cost", action="store_true", help="what a step costs on the device, by mask ratio, and stop")
+    action.add_argument("--leaks", action="store_true", help="what the server reads back from features, and stop")
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.leaks:
+        options.methods, options.rounds = ["eft_vit"], options.rounds or AFTER[-1]
     for name, value in DEFAULTS[world_of(options)].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -146,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def world_of(options: argparse.Namespace) -> str:
-    return "quick" if options.quick else "full"
+    return "quick" if options.quick else {"cifar10": "full", "pacs": "pacs"}[options.dataset]
 
 
 def read_only(text: str) -> tuple[list[str], list[float], list[int]]:
@@ -165,14 +180,6 @@ def reals(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
 
 
-def share(text: str) -> tuple[int, int]:
-    """N/M -> (N, M), N from 1."""
-    first, _, whole = text.partition("/")
-    if not (first.isdecimal() and whole.isdecimal() and 1 <= int(first) <= int(whole)):
-        raise argparse.ArgumentTypeError(f"expected N/M with N from 1 to M, found {text!r}")
-    return int(first), int(whole)
-
-
 def rates_of(text: str) -> dict[str, tuple[float, float]] | None:
     """METHOD=RATE or METHOD=DEVICE:SERVER, separated by commas; None for `best`."""
     found: dict[str, tuple[float, float]] = {}
@@ -189,10 +196,11 @@ def rates_of(text: str) -> dict[str, tuple[float, float]] | None:
 
 
 def best_rates(folder: Path, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """The rates with which each method came furthest at the first seed and beta. Test images decide, so that these rows
-    flatter every method alike. Raises: UsageError when a method has no row."""
+    """The rates with which each method came furthest at the first seed and beta, for PACS on CIFAR-10. Test images
+    decide, so that these rows flatter every method alike. Raises: UsageError when a method has no row."""
     first = {"seed": options.seeds[0], "beta": options.betas[0], "engine": options.engine, "rounds": options.rounds}
-    rows = [json.loads(path.read_text()) for path in sorted(folder.glob(f"eft-{world_of(options)}-*.json"))]
+    tuned = "quick" if options.quick else "full"
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob(f"eft-{tuned}-*.json"))]
     rows = [row for row in rows if all(row[name] == value for name, value in first.items())]
     found = {}
     for method in options.methods:
@@ -220,6 +228,8 @@ def check(options: argparse.Namespace) -> None:
     for flag, value in (("--shared", options.shared), ("--test-images", options.test_images)):
         if options.quick and value is not None:
             raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+    if options.dataset != "cifar10" and (options.quick or options.test_images is not None):
+        raise UsageError("--dataset pacs has its own images and test images", "leave out --quick and --test-images")
     lowest = ("rounds", "local_epochs", "batch", "judge_every", "threads", "jobs")
     for flag, value, least in [(name, getattr(options, name), 1) for name in lowest] + [
         ("seeds", seed, 0) for seed in options.seeds
@@ -268,17 +278,14 @@ def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float
     return list(dict.fromkeys(found))
 
 
-def share_of(cells: Sequence[EftCell], share: tuple[int, int] | None) -> list[EftCell]:
-    """Every M-th cell from the N-th on."""
-    return list(cells) if share is None else list(cells[share[0] - 1 :: share[1]])
-
-
 def prepare(options: argparse.Namespace, default: Path, cells: Sequence[EftCell]) -> EftWorld:
     """The world with its images; whoever comes second waits until they are there."""
     root = (options.world or default).resolve()
     with alone(root):
         if options.quick:
             world = quick_eft_world(root)
+        elif options.dataset == "pacs":
+            world = pacs_eft_world(root, options.shared or ROOT.parent / "shared", DEVICES)
         else:
             world = full_eft_world(root, options.shared or ROOT.parent / "shared", options.test_images, DEVICES)
         if not options.table:
@@ -331,13 +338,23 @@ def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
     folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
     assert isinstance(folder, backend_folder.TrainingFolder)
     sizes = sizes_of(split_model.load(folder, torch.device("cpu")).module)
-    rows = measure_all(front, sizes, LOCAL, COST_BATCH)
+    rows = [row for batch in COST_BATCHES for row in measure_all(front, sizes, LOCAL, batch)]
     if options.format == "json":
-        print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "batch": COST_BATCH, "rows": rows})
+        print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "rows": rows})
         return
-    page = cost_of(rows, world.model, COST_BATCH)
+    page = cost_of(rows, world.model)
     print("\n\n".join(map(to_text, page.tables)))
     print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
+
+
+def show_leaks(options: argparse.Namespace, world: EftWorld, laboratory: EftLaboratory, cell: EftCell) -> None:
+    """By the ridge, from what EFTViT's devices sent."""
+    found = leaks(laboratory, cell, world.deal(cell.beta, cell.seed), len(world.classes))
+    if options.format == "json":
+        rows = [asdict(each) for each in found]
+        print_document("reproduce", {"study": "eft_vit-leaks", "world": world.name, "data": world.note, "rows": rows})
+        return
+    print(to_text(table_of(found)))
 
 
 def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row]) -> Row:
@@ -347,7 +364,7 @@ def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row
         "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
         "batch": options.batch, "label_mode": LABEL_MODE,
         "schedule": f"{SCHEDULE}, {WARMUP} round of warm-up",
-        "cells": summarise(rows, options.target), "rows": list(rows),
+        "cells": summarise(rows, options.target), "rows": list(map(with_result, rows)),
     }  # fmt: skip
 
 

@@ -26,12 +26,19 @@ def measure_all(front: Path, sizes: VitSizes, local: int, batch: int) -> list[di
         words = [sys.executable, "-m", "tools.reproduce_eft_device", str(front), str(ratio), str(batch)]
         output = subprocess.run(words, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
         row = json.loads(output)
-        rows.append({**row, "macs": batch * sizes.local_step(row["kept"], local)})
+        rows.append({**row, "batch": batch, "macs": batch * sizes.local_step(row["kept"], local)})
     return rows
 
 
-def results_of(rows: list[dict[str, Any]], model: str, batch: int) -> Results:
-    """Measured and counted, each beside no mask at all."""
+def results_of(rows: list[dict[str, Any]], model: str) -> Results:
+    """Measured and counted, each beside no mask at all; a table for each size of a batch."""
+    batches = dict.fromkeys(row["batch"] for row in rows)
+    tables = tuple(table_of([row for row in rows if row["batch"] == batch], batch) for batch in batches)
+    return Results("A step of EFTViT on the device", (("model", model), ("threads", 1)), tables)
+
+
+def table_of(rows: list[dict[str, Any]], batch: int) -> Table:
+    """Of one size of a batch."""
     first = rows[0]
     cells = tuple(
         (
@@ -41,5 +48,4 @@ def results_of(rows: list[dict[str, Any]], model: str, batch: int) -> Results:
         for row in rows
     )  # fmt: skip
     columns = ("mask", "patches", "ms of CPU", "times less", "GMAC", "times less by counter", "peak MB")
-    facts = (("model", model), ("batch", batch), ("threads", 1))
-    return Results("A step of EFTViT on the device", facts, (Table("Cost of a training step", columns, cells),))
+    return Table(f"Cost of a training step, batch {batch}", columns, cells)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from contract.keyed_noise import derive_key
 from contract.training import TrainingCut
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed
+from edge_runtime.meters import Meter
 from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.state import open_state, write_durably
 from exporter.models import family_of
@@ -32,6 +33,7 @@ from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, PartStrategy, Reply, Settings, Site
 from server_runtime.training_macs import VitSizes, sizes_of
 from tools.reproduce_eft_world import EftWorld, Variant, export_variant
+from tools.reproduce_energy import RowEnergy
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SITE, SplitLaboratory, SplitRates, named
 from tools.simulation import Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
@@ -119,29 +121,22 @@ class TimedAnswers(Answers):
 class EftLaboratory(SplitLaboratory):
     """A world, the devices' engine, and what cells share."""
 
-    def __init__(self, world: EftWorld, engine: str, rates: EftRates, threads: int) -> None:
+    def __init__(self, world: EftWorld, engine: str, rates: EftRates, threads: int, meter: Meter | None) -> None:
+        """`meter` is `RowEnergy`'s."""
         super().__init__(world, engine, SplitRates(rates.rounds, rates.batch, 0.0), threads)  # type: ignore[arg-type]
-        self._eft_world, self._eft = world, rates
+        self._eft_world, self._eft, self._meter = world, rates, meter
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         self._images: tuple[Tensor, np.ndarray] | None = None
 
     def row_of(self, cell: EftCell) -> dict[str, Any]:
         """Raises: TrainingError, DeviceError, DataError."""
-        started_s = time.monotonic()
-        front = export_variant(self._eft_world, cell.variant)
-        shipped, installed = self._ship(front), self._install(front)
-        open_part = self._open_shared(cell, shipped, installed)
-        devices = {name: self._make(name, cell, installed, open_part) for name in self._eft_world.devices}
+        started_s, energy = time.monotonic(), RowEnergy(self._meter)
+        shipped, installed = self.package(cell)
+        devices = self.devices(cell, self._eft_world.devices)
         rates = self._eft
-        settings = Settings(
-            LABEL_MODE, 0.0, rates.rounds * rates.local_epochs, 0, 0.0, cell.seed, batch=rates.batch,
-            learning_rate=cell.rate, schedule=rates.schedule, warmup=rates.warmup * rates.local_epochs,
-            local_epochs=rates.local_epochs, fraction=rates.fraction, medians=cell.threshold,
-            server_rate=cell.server_rate,
-        )  # fmt: skip
-        strategy = strategies.find(cell.strategy).build(shipped, settings)
-        answers = TimedAnswers(devices, Terms(RUN, SITE, cell.strategy, LABEL_MODE, 0.0, cell.seed))
+        strategy = strategies.find(cell.strategy).build(shipped, self.settings(cell))
+        answers = TimedAnswers(devices, self.terms(cell))
         shares = {name: self._class_shares(device) for name, device in devices.items()}
         sizes, curve = sizes_of(shipped.module), list[Round]()
         begun_s = time.monotonic()
@@ -170,12 +165,37 @@ class EftLaboratory(SplitLaboratory):
             "images": sum(len(device.dataset.samples) for device in devices.values()),
             "devices": len(devices),
             "training_device": f"torch {torch.__version__} on {device_name(self._device)}",
-            "energy_j": None,
-            "energy_reason": "one machine plays all devices",
+            **energy.facts(),
             "seconds": round(time.monotonic() - started_s, 2),
         }
 
+    def settings(self, cell: EftCell) -> Settings:
+        """What the strategy is told."""
+        rates = self._eft
+        return Settings(
+            LABEL_MODE, 0.0, rates.rounds * rates.local_epochs, 0, 0.0, cell.seed, batch=rates.batch,
+            learning_rate=cell.rate, schedule=rates.schedule, warmup=rates.warmup * rates.local_epochs,
+            local_epochs=rates.local_epochs, fraction=rates.fraction, medians=cell.threshold,
+            server_rate=cell.server_rate,
+        )  # fmt: skip
+
+    @staticmethod
+    def terms(cell: EftCell) -> Terms:
+        """What devices are told of the run."""
+        return Terms(RUN, SITE, cell.strategy, LABEL_MODE, 0.0, cell.seed)
+
     # -- devices
+
+    def package(self, cell: EftCell) -> tuple[Shipped, Installed]:
+        """The server's side and the devices'."""
+        front = export_variant(self._eft_world, cell.variant)
+        return self._ship(front), self._install(front)
+
+    def devices(self, cell: EftCell, names: Sequence[str], noise: str = "keyed") -> dict[str, PartDevice]:
+        """Devices whose secrets come from the seed, so that a row repeats; `noise` is of their own config."""
+        shipped, installed = self.package(cell)
+        open_part = self._open_shared(cell, shipped, installed)
+        return {name: self._make(name, cell, installed, open_part, noise) for name in names}
 
     def _open_shared(self, cell: EftCell, shipped: Shipped, installed: Installed) -> OpenPart:
         """Devices that keep nothing between rounds share one trainer: they are driven in turn."""
@@ -193,7 +213,7 @@ class EftLaboratory(SplitLaboratory):
 
         return open_once
 
-    def _make(self, name: str, cell: EftCell, installed: Installed, open_part: OpenPart) -> PartDevice:
+    def _make(self, name: str, cell: EftCell, installed: Installed, open_part: OpenPart, noise: str) -> PartDevice:
         root = self._root / "states" / f"{cell.variant.name}-{cell.beta:g}-{cell.seed}" / name
         open_state(root).close()
         for secret, owner in (("device_secret", name), ("site_secret", SITE)):
@@ -205,7 +225,7 @@ class EftLaboratory(SplitLaboratory):
             engine=str(installed.folder), data=self._eft_world.train_folder(name, cell.beta, cell.seed),
             server="wss://localhost:1", trust=self._eft_world.publisher, ca=None, key=self._eft_world.publisher,
             name=name, state=root, site_secret=root / "identity" / "site_secret", classes=classes,
-            label_mode=LABEL_MODE, noise="keyed", alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
+            label_mode=LABEL_MODE, noise=noise, alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
         )  # fmt: skip
         return make_part_device(config, installed, open_part)
 
@@ -227,7 +247,7 @@ class EftLaboratory(SplitLaboratory):
         model = copy.deepcopy(shipped.module).eval()
         model.load_state_dict(named(state, "backend."))
         head = {name: tensor.to(self._device) for name, tensor in named(state, "head.").items()}
-        images, labels = self._test_images(installed)
+        images, labels = self.test_images(installed)
         if cell.method != "eft_vit":
             hits = self._hits(lambda x: functional.linear(model(x), head["weight"], head["bias"]), images, labels)
             per_class = self._per_class(hits, labels)
@@ -252,7 +272,7 @@ class EftLaboratory(SplitLaboratory):
         """(C,) shares of hits."""
         return np.array([hits[labels == each].mean() for each in range(len(self._eft_world.classes))])
 
-    def _test_images(self, installed: Installed) -> tuple[Tensor, np.ndarray]:
+    def test_images(self, installed: Installed) -> tuple[Tensor, np.ndarray]:
         """Normalised test images (n, 3, h, w) on the device, and class numbers (n,)."""
         if self._images is None:
             pixels, labels = self._tested

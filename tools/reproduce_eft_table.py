@@ -26,6 +26,12 @@ def judged(row: Row) -> list[Row]:
     return [each for each in row["curve"] if each["accuracy"] is not None]
 
 
+def with_result(row: Row) -> Row:
+    """A row with its setting in words, the last round's accuracy, and bytes both ways of all rounds and devices."""
+    both = sum(each["bytes_up"] + each["bytes_down"] for each in row["curve"])
+    return {**row, "setting": named(row), "accuracy": judged(row)[-1]["accuracy"], "bytes": both}
+
+
 def summarise(rows: Sequence[Row], target: float | None) -> list[Row]:
     """One cell for each setting, in the order of coming. Without a target, the accuracy to reach is, for each beta, the
     lowest among methods of what each reaches at its best setting, seeds averaged."""

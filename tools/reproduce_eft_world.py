@@ -1,7 +1,8 @@
 """What a reproduction of EFTViT works on: an archive of drawn images, Dirichlet shares of devices, signed packages.
 
 `quick` is scikit-learn's digits 5 to 9 and a small ViT that is pre-trained here on 0 to 4; `full` is 5,000 images of
-CIFAR-10 at 64 px and a ViT-S that was pre-trained on Tiny-ImageNet. A world needs nothing from outside once it is made.
+CIFAR-10 at 64 px and a ViT-S that was pre-trained on Tiny-ImageNet; `pacs` is the four domains of PACS with that ViT-S,
+each domain on devices of its own. A world needs nothing from outside once it is made.
 Running cells on it is left to `reproduce_eft_rows`.
 """
 
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ from tools.reproduce_world import (
 )
 
 QUICK_TRAIN, QUICK_TEST = 80, 60  # of each digit
-LEAST_IMAGES = {"quick": 2, "full": 10}  # of a device; a draw with fewer is drawn again
+PACS, DOMAINS = "data/pacs64.zip", ("art_painting", "cartoon", "photo", "sketch")
+PACS_TRAIN, PACS_TEST = 180, 30  # of each class of each domain, at most
+LEAST_IMAGES = {"quick": 2, "full": 10, "pacs": 10}  # of a device; a draw with fewer is drawn again
 DRAWS = 1000
 PEFT = {"fed_head": "head", "fed_bias": "bias", "fed_prompt": "prompt", "fed_lora": "lora"}
 METHODS = ("eft_vit", *PEFT, "fed_full", "fed_bfpt")
@@ -78,6 +81,7 @@ class EftWorld:
     weights: Path
     devices: tuple[str, ...]
     note: str
+    domains: tuple[str, ...] = ()  # files and devices are then named DOMAIN-...
 
     @property
     def images(self) -> Path:
@@ -106,15 +110,29 @@ class EftWorld:
         return made(folder, make) / device
 
     def deal(self, beta: float, seed: int) -> dict[str, list[str]]:
-        """Of each class a share of Dirichlet(beta) to every device. Raises: DataError when no draw leaves enough."""
+        """Of each class a share of Dirichlet(beta) to every device, domain by domain. Raises: DataError when no draw
+        leaves enough."""
         names = sorted(self.names("train"), key=lambda name: draw_key(f"deal, seed {seed}", name))
-        rng, least = np.random.default_rng([seed, round(1000 * beta)]), LEAST_IMAGES[self.name]
+        rng = np.random.default_rng([seed, round(1000 * beta)])
+        if not self.domains:
+            return self._deal(rng, names, self.devices, beta)
+        dealt: dict[str, list[str]] = {}
+        for domain in self.domains:
+            own = [name for name in names if name.split("/")[-1].startswith(f"{domain}-")]
+            devices = [device for device in self.devices if device.startswith(f"{domain}-")]
+            dealt |= self._deal(rng, own, devices, beta)
+        return dealt
+
+    def _deal(
+        self, rng: np.random.Generator, names: Sequence[str], devices: Sequence[str], beta: float
+    ) -> dict[str, list[str]]:
+        least = LEAST_IMAGES[self.name]
         for _ in range(DRAWS):
-            dealt: dict[str, list[str]] = {device: [] for device in self.devices}
+            dealt: dict[str, list[str]] = {device: [] for device in devices}
             for label in self.classes:
                 own = [name for name in names if name.split("/")[-2] == label]
-                edges = np.rint(np.cumsum(rng.dirichlet([beta] * len(self.devices))) * len(own)).astype(int)
-                for device, start, end in zip(self.devices, [0, *edges[:-1]], edges, strict=True):
+                edges = np.rint(np.cumsum(rng.dirichlet([beta] * len(devices))) * len(own)).astype(int)
+                for device, start, end in zip(devices, [0, *edges[:-1]], edges, strict=True):
                     dealt[device] += own[start:end]
             if min(map(len, dealt.values())) >= least:
                 return {device: sorted(own) for device, own in dealt.items()}
@@ -168,28 +186,64 @@ def png_of(digit: np.ndarray) -> bytes:
 
 def full_eft_world(root: Path, shared: Path, test_images: int, devices: int) -> EftWorld:
     """CIFAR-10 and a ViT-S. Raises: DataError when neither the world nor `shared` has images or weights."""
-    root.mkdir(parents=True, exist_ok=True)
-    weights = shared / FULL_WEIGHTS
-
-    def make(path: Path) -> None:
-        require(shared / ARCHIVE)
-        pack(shared / ARCHIVE, path, test_images)
-
-    made(root / "images.zip", make)
-    if not weights.is_file():
-        weights = root / Path(FULL_WEIGHTS).name
-        require(weights)
     names = tuple(f"device-{number:02}" for number in range(1, devices + 1))
     count = FULL_SHOTS * FULL_CLASSES
     note = f"CIFAR-10 at 64 px, {count} training images on {devices} devices, {test_images} test images"
-    return EftWorld("full", root, FULL_MODEL, FULL_ARGS, weights, names, note)
+    make_images(root, shared / ARCHIVE, lambda archive, path: pack(archive, path, test_images))
+    return EftWorld("full", root, FULL_MODEL, FULL_ARGS, weights_of(root, shared), names, note)
+
+
+def pacs_eft_world(root: Path, shared: Path, devices: int) -> EftWorld:
+    """PACS and a ViT-S; every domain has as many devices. Raises: as `full_eft_world`."""
+    each = range(1, devices // len(DOMAINS) + 1)
+    names = tuple(f"{domain}-{number}" for domain in DOMAINS for number in each)
+    make_images(root, shared / PACS, pack_domains)
+    note = (
+        f"PACS at 64 px, at most {PACS_TRAIN} training images of a class of a domain, each domain on {len(each)} of "
+        f"{len(names)} devices, {PACS_TEST} test images of each class of each domain"
+    )
+    return EftWorld("pacs", root, FULL_MODEL, FULL_ARGS, weights_of(root, shared), names, note, DOMAINS)
+
+
+def make_images(root: Path, archive: Path, pack_into: Callable[[Path, Path], None]) -> None:
+    """The world's archive of drawn images, once."""
+    root.mkdir(parents=True, exist_ok=True)
+
+    def make(path: Path) -> None:
+        require(archive)
+        pack_into(archive, path)
+
+    made(root / "images.zip", make)
+
+
+def weights_of(root: Path, shared: Path) -> Path:
+    """Where the ViT-S lies: in the shared folder, or beside the images."""
+    weights = shared / FULL_WEIGHTS
+    if not weights.is_file():
+        weights = root / Path(FULL_WEIGHTS).name
+        require(weights)
+    return weights
+
+
+def pack_domains(archive: Path, target: Path) -> None:
+    """Members pacs64/DOMAIN/CLASS/FILE as pacs/PART/CLASS/DOMAIN-FILE; as many for tests in each class and domain."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in members(archive):
+        _, domain, label, _ = name.split("/")
+        found.setdefault((domain, label), []).append(name)
+    with zipfile.ZipFile(archive) as source, zipfile.ZipFile(target, "w") as packed:
+        for (domain, label), names in sorted(found.items()):
+            drawn = sorted(names, key=lambda name: draw_key("pacs", name))[: PACS_TEST + PACS_TRAIN]
+            for place, name in enumerate(drawn):
+                part = "test" if place < PACS_TEST else "train"
+                packed.writestr(f"pacs/{part}/{label}/{domain}-{name.split('/')[-1]}", source.read(name))
 
 
 def require(path: Path) -> None:
     if not path.is_file():
         raise DataError(
             f"the full reproduction needs {path}, which does not exist",
-            f"give --shared DIR, where DIR holds {ARCHIVE} and {FULL_WEIGHTS}; or use --quick, which needs no files",
+            f"give --shared DIR with {ARCHIVE}, {PACS} and {FULL_WEIGHTS} in it; or use --quick, which needs no files",
         )
 
 
@@ -219,7 +273,7 @@ def export_variant(world: EftWorld, variant: Variant) -> Path:
 
 def augment_of(world: EftWorld) -> str:
     """A mirrored digit is another sign."""
-    return "crop=4,flip,brightness=0.2" if world.name == "full" else "crop=2"
+    return "crop=2" if world.name == "quick" else "crop=4,flip,brightness=0.2"
 
 
 def make_key(path: Path) -> None:

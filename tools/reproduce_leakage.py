@@ -27,12 +27,12 @@ from contract.console import ArgumentParser, print_document, progress, run_comma
 from contract.errors import DataError, ExportError, UsageError
 from contract.image_folder import scan
 from contract.images import ImageRule
+from contract.output import open_output
 from exporter.architecture import create
 from exporter.checkpoint import image_rule
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_text
 from tools.demo_model import load_folders
-from tools.output import open_output
 from tools.reproduce_split import numbers, texts
 from tools.reproduce_split_world import DRAW, FULL_CLASSES, FULL_SHOTS, SMALL
 from tools.reproduce_world import ROOT, TASKS, alone, draw_shots, listing, made, members, unpack

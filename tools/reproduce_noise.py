@@ -21,9 +21,9 @@ from torch import Tensor
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_html, to_text
-from tools.output import open_output
 from tools.reproduce import finished
 from tools.reproduce_noise_attack import Attacker, AttackRule, Pairs, Quality, images_of, patches_of, quality
 from tools.reproduce_noise_learning import (
@@ -39,6 +39,7 @@ from tools.reproduce_noise_release import Known, Release, Wire, know
 from tools.reproduce_noise_shape import learn_shape
 from tools.reproduce_noise_world import Halves, Pictures, SitePictures, open_pictures, open_site
 from tools.reproduce_world import ARCHIVES, ROOT, World, alone, full_world, listing, quick_world
+from tools.share import WHOLE, Share, read_share, share_of
 
 ROW_SCHEMA = 1
 DATASET = "cifar10"
@@ -145,13 +146,10 @@ def main() -> int:
 STARTED_S = time.monotonic()
 
 
-def mine(share: tuple[int, int], only: str | None) -> list[Recipe]:
+def mine(share: Share, only: str | None) -> list[Recipe]:
     """This command's recipes: those of one release stay together, because they share an attack."""
     chosen = [recipe for recipe in RECIPES if only is None or only in recipe.name]
-    releases = list(dict.fromkeys(recipe.release for recipe in chosen))
-    part, parts = share
-    kept = set(releases[part - 1 :: parts])
-    return [recipe for recipe in chosen if recipe.release in kept]
+    return share_of(chosen, share, lambda recipe: recipe.release)
 
 
 def slug(recipe: Recipe) -> str:
@@ -344,7 +342,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--public-images", type=int, metavar="N", help="most public images (default: 10000)")
     parser.add_argument("--attack-steps", type=int, metavar="N", help="of the transformer decoder (default: 5000)")
     parser.add_argument("--only", metavar="TEXT", help="recipes whose name contains TEXT")
-    parser.add_argument("--share", type=share, default=(1, 1), metavar="I/N", help="this command's part of the recipes")
+    parser.add_argument(
+        "--share", type=read_share, default=WHOLE, metavar="I/N", help="this command's part of the recipes"
+    )
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no row after this time")
     parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {listing(ARCHIVES)}")
     parser.add_argument("--format", choices=["table", "json"], default="table")
@@ -363,13 +363,6 @@ def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
-
-
-def share(text: str) -> tuple[int, int]:
-    part, slash, parts = text.partition("/")
-    if not slash or not part.isdigit() or not parts.isdigit() or not 1 <= int(part) <= int(parts):
-        raise argparse.ArgumentTypeError(f"expected I/N such as 1/4, found {text!r}")
-    return int(part), int(parts)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from contract.console import ArgumentParser, print_document
 from contract.errors import CutlayerError, DataError
 from contract.image_folder import scan
+from contract.output import open_output
 from server_runtime.report import Table, to_text
 from tools import reproduce
-from tools.output import open_output
 from tools.reproduce_baselines import CHOOSE
 from tools.reproduce_cells import PACKAGES, PAPER_TUNE, unknown_word
 from tools.reproduce_rows import Adaptation, Effort

@@ -22,18 +22,18 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.schedule import SCHEDULES
-from tools.output import open_output
 from tools.reproduce import add_sharing
+from tools.reproduce_energy import open_meter
 from tools.reproduce_prototypes_rows import (
     CASES,
     METHODS,
     PrototypeCell,
     PrototypeLaboratory,
     PrototypeRates,
-    open_meter,
 )
 from tools.reproduce_prototypes_table import Row, compare, results_of, summarise
 from tools.reproduce_prototypes_world import (

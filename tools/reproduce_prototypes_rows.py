@@ -29,7 +29,7 @@ from contract.signature import key_id, load_public
 from contract.training import TrainingCut
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed, install
-from edge_runtime.meters import Meter, probe
+from edge_runtime.meters import Meter
 from edge_runtime.state import open_state, write_durably
 from edge_runtime.trainer import TrainerSettings, open_trainer
 from exporter import prototypes
@@ -38,6 +38,7 @@ from server_runtime import backend as backends
 from server_runtime import backend_folder, split_model, strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, Reply, Settings, Site, State
+from tools.reproduce_energy import RowEnergy
 from tools.reproduce_prototypes_world import DomainWorld, Package, export_domain_package
 from tools.reproduce_split_rows import named
 from tools.simulation import Answering, Answers, Terms, adapt
@@ -160,7 +161,7 @@ class PrototypeLaboratory:
     def row(self, cell: PrototypeCell) -> PrototypesFound:
         """Raises: TrainingError, DeviceError, DataError."""
         started_s, begun_s = time.monotonic(), time.monotonic()
-        before = None if self._meter is None else self._meter.read(started_s)
+        energy = RowEnergy(self._meter)
         shipped, devices = self.devices(cell)
         strategy = strategies.find("prototypes").build(shipped, self.settings(cell, len(devices)))
         curve: list[Round] = []
@@ -177,12 +178,6 @@ class PrototypeLaboratory:
         if cell.case == "vanishing":
             answers = Away(answers, min(devices), VANISHED)
         adapt(strategy, answers, Site(SITE, tuple(sorted(devices)), len(self._world.classes)), note)
-        energy_j, reason = None, "other rows were computed on the machine at the same time"
-        if self._meter is not None and before is not None:
-            after = self._meter.read(time.monotonic())
-            energy_j, reason = None, after.reason or before.reason
-            if after.energy_j is not None and before.energy_j is not None:
-                energy_j = round(after.energy_j - before.energy_j, 3)
         shutil.rmtree(self._state_root(cell), ignore_errors=True)
         return PrototypesFound(
             curve=tuple(curve), accuracy=curve[-1].test_accuracy,
@@ -190,10 +185,7 @@ class PrototypeLaboratory:
             bytes=sum(each.bytes_up + each.bytes_down for each in curve),
             images=sum(len(device.dataset.samples) for device in devices.values()), devices=len(devices),
             training_device=f"torch {torch.__version__} on {device_name(self.device)}",
-            seconds=round(time.monotonic() - started_s, 2), energy_j=energy_j,
-            energy_quality="unknown" if self._meter is None or energy_j is None else self._meter.quality,
-            energy_scope="nothing" if self._meter is None else self._meter.scope,
-            energy_reason=None if energy_j is not None else reason,
+            seconds=round(time.monotonic() - started_s, 2), **energy.facts(),  # type: ignore[arg-type]
         )  # fmt: skip
 
     def settings(self, cell: PrototypeCell, devices: int, label_mode: str = LABEL_MODE) -> Settings:
@@ -320,11 +312,6 @@ class Away:
 
     def note_checkpoint(self) -> None:
         self._answers.note_checkpoint()
-
-
-def open_meter() -> Meter:
-    """The meter of this machine, or one that says why there is none."""
-    return probe().meter
 
 
 def read_folder(folder: Path, classes: tuple[str, ...], rule: ImageRule) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

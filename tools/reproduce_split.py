@@ -18,9 +18,9 @@ from contract import manifest as manifests
 from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
 from contract.errors import UsageError, suggest
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
-from tools.output import open_output
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE, SplitCell, SplitLaboratory, SplitRates
 from tools.reproduce_split_table import Row, compare, results_of, summarise
 from tools.reproduce_split_world import (

@@ -43,19 +43,29 @@ def single_feeds(images: Images, keep: Keep | None, patches: int | None) -> list
     Raises: EngineError when `keep` does not fit the frontend or the images.
     """
     feeds: list[dict[str, NDArray[np.generic]]] = [{IMAGES: images[row : row + 1]} for row in range(len(images))]
-    if keep is None and patches is None:
-        return feeds
+    chosen = checked_keep(images, keep, patches)
+    if chosen is not None:
+        for row, feed in enumerate(feeds):
+            feed[KEEP] = np.ascontiguousarray(chosen[row : row + 1], np.int64)
+    return feeds
+
+
+def checked_keep(images: Images, keep: Keep | None, patches: int | None) -> Keep | None:
+    """The patches (B, K) that a frontend gets: all of them where none are named, None where it takes no choice.
+
+    Raises: EngineError when `keep` does not fit the frontend or the images.
+    """
     if patches is None:
-        raise EngineError("this frontend runs every patch of an image", "export it with --masked")
+        if keep is not None:
+            raise EngineError("this frontend runs every patch of an image", "export it with --masked")
+        return None
     chosen = np.broadcast_to(np.arange(patches), (len(images), patches)) if keep is None else keep
     if chosen.ndim != 2 or len(chosen) != len(images) or chosen.shape[1] == 0 or not within(chosen, patches):
         raise EngineError(
             f"keep should be {len(images)} rows of patch numbers from 0 to {patches - 1}, found {chosen.shape}",
             "report this: the patches are chosen by this program",
         )
-    for row, feed in enumerate(feeds):
-        feed[KEEP] = np.ascontiguousarray(chosen[row : row + 1], np.int64)
-    return feeds
+    return chosen
 
 
 def within(keep: Keep, patches: int) -> bool:

@@ -23,7 +23,7 @@ from edge_runtime.config import PreviewConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import Sample, load_image
 from edge_runtime.engines import open_engine
-from edge_runtime.equip import open_noised
+from edge_runtime.equip_engine import installing_engine, open_noised
 from edge_runtime.install import Installed, install
 from edge_runtime.package_choice import choose_package
 from edge_runtime.pipeline import Frontend
@@ -57,18 +57,17 @@ def preview(config: PreviewConfig, images: Sequence[Path], output: Path, say: Ca
     (open_output if output.exists() else check_output)(output)  # made later, for this user's eyes only
     publisher = load_public(config.trust)
     choice = choose_package(config.engine)
-    if choice.fallback_reason:
-        say(choice.fallback_reason)
+    name = installing_engine(choice.engine)  # no plan is built to look at some pictures
     secret = device_secret(config.state)
     threads = config.threads or usable_cpus(allowed_affinity())
     with workplace(config.state) as folder:
         installed = install(
             choice.folder, folder / "packages", {key_id(publisher): publisher},
-            lambda path: open_engine(choice.engine, path, threads), say,
+            lambda path: open_engine(name, path, threads), say,
         )  # fmt: skip
         kappa_floor, alpha = protection(config.kappa_floor, config.alpha, installed.manifest)
         settings = settings_of(installed.manifest, kappa_floor, alpha, config.noise == "fresh")
-        engine, _ = open_noised(choice.engine, installed, alpha, secret, threads, folder / "engines", say)
+        engine, _ = open_noised(name, installed, alpha, secret, threads, folder / "engines", say)
         frontend = Frontend(engine, installed.manifest.image, installed.cut.tokens)
         pairs = tuple(make_pairs(installed, frontend, settings, secret, images, threads))
     title = f"{installed.manifest.name} version {installed.manifest.version} ({installed.digest.hex()[:12]})"

@@ -24,13 +24,13 @@ Decode = Callable[[NDArray[np.int8]], NDArray[np.float32]]  # codes (S, d) -> pi
 LONGER = (
     "an attacker who trains longer gets more, and so does one with pictures more like yours; see docs/threat_model.md"
 )
-# By SSIM: the threat model's aim is at most 0.25; the other bounds are a rough reading, no law.
+AIM = 0.25  # of SSIM, at most: the threat model's
+# By SSIM; a rough reading, no law.
 WORDS = (
     (0.9, "almost the picture itself"),
     (0.6, "easy to recognise"),
     (0.4, "recognisable"),
-    (0.25, "shapes and colours"),
-    (-1.0, "hardly anything"),
+    (AIM, "shapes and colours"),
 )
 
 
@@ -51,8 +51,11 @@ class Pair:
 
     @property
     def words(self) -> str:
-        """What the likeness means, roughly."""
-        return next(text for least, text in WORDS if self.ssim >= least)
+        """What the likeness means, roughly; below the aim, what was measured and no more."""
+        if round(self.ssim, 2) <= round(self.flat_ssim, 2):  # as they are shown
+            return "no more alike than one flat colour"
+        below = f"less than {AIM:g}, the aim of the threat model"
+        return next((text for least, text in WORDS if self.ssim >= least), below)
 
 
 @dataclass(frozen=True)

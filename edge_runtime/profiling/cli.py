@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import secrets
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from edge_runtime.profiling.parts import parts
 from edge_runtime.profiling.rows import BLOCKS_LEAST
 from edge_runtime.profiling.session import Place, find_cap, measure_all
 from edge_runtime.profiling.table import KIND, Work, merge, read_table, to_document, to_text
+from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
 from profiles import Profile, ProfileError
 from profiles.detect import detect
@@ -83,7 +83,7 @@ def parser() -> ArgumentParser:
     own = {action.dest for action in commands._actions}
     for field in FIELDS:
         if field.name not in own:
-            run.add_argument("--" + field.name.replace("_", "-"), metavar=field.name.upper(), help=field.help)
+            run.add_argument("--" + field.name.replace("_", "-"), metavar=field.name.upper(), help=field.described)
     return commands
 
 
@@ -276,16 +276,15 @@ def plan_cap(arguments: argparse.Namespace, profile: Profile | None) -> CapPlan:
     return CapPlan(block_s, arguments.hold_s, arguments.cool_down_s, limit_c)
 
 
-def _leave(number: int, frame: object) -> None:
-    """SIGTERM unwinds like any error, so that no copy of a package stays behind; it is a clean stop."""
-    raise SystemExit(0)
-
-
 def main() -> int:
     """Entry point of edge-profile."""
-    signal.signal(signal.SIGTERM, _leave)
+    stop_on_sigterm()  # so that no copy of a package stays behind
     code = run_command(lambda: edge_profile(parser().parse_args(), os.environ, Path.cwd()))
     if workers_left():
         sys.stderr.flush()  # stdout was flushed by run_command
         os._exit(code)  # a run's worker that is still in native code must not crash the interpreter's end
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,8 +21,10 @@ from contract.manifest import Cut
 from contract.signature import PublicKey
 from edge_runtime.data import Sample, load_dataset
 from edge_runtime.engines import Engine, open_engine
+from edge_runtime.engines.tensorrt import load_library
+from edge_runtime.equip_engine import installing_engine, open_plan
 from edge_runtime.install import Installed, install
-from edge_runtime.package_choice import PackageChoice, choose_package
+from edge_runtime.package_choice import PLANNED_ENGINE, PackageChoice, choose_package
 from edge_runtime.pipeline import Frontend
 from edge_runtime.profiling.measuring import Candidate, Phase, Point
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
@@ -41,11 +43,12 @@ class Images:
 
 @dataclass(frozen=True)
 class Verified:
-    """A package that passed every check; `engine` is what ran its golden vectors, None where it has no frontend."""
+    """A package that passed every check; `engine` is what runs its frontends, None where it has none."""
 
     choice: PackageChoice
     installed: Installed
     engine: str | None
+    say: Callable[[str], None]
 
 
 def verify(
@@ -62,13 +65,14 @@ def verify(
     found: list[Verified] = []
     for number, spec in enumerate(specs):
         choice = choose_package(spec)
+        installing = installing_engine(choice.engine)
         if choice.fallback_reason:
             say(choice.fallback_reason)
         folder = workplace / str(number)  # packages of one name and several splits would refuse each other as rollbacks
         folder.mkdir()
         opened: list[str] = []
 
-        def open_frontend(path: Path, engine: str = choice.engine, opened: list[str] = opened) -> Engine:
+        def open_frontend(path: Path, engine: str = installing, opened: list[str] = opened) -> Engine:
             frontend = open_engine(engine, path, threads)
             opened.append(f"{frontend.name} {frontend.version}")
             return frontend
@@ -76,7 +80,10 @@ def verify(
         installed = install(choice.folder, folder, trusted, open_frontend, say)
         if any(other.installed.digest == installed.digest for other in found):
             raise UsageError(f"the package {choice.folder} is given twice", "name each package once")
-        found.append(Verified(choice, installed, opened[0] if opened else None))
+        ran = opened[0] if opened else None
+        if choice.engine == PLANNED_ENGINE and ran is not None:
+            ran = f"{PLANNED_ENGINE} {load_library().__version__}"
+        found.append(Verified(choice, installed, ran, say))
     return found
 
 
@@ -107,7 +114,7 @@ def _candidate(package: Verified, engine: str, cut: Cut, shown: Shown, threads: 
     )  # fmt: skip
 
     def open_phases() -> Sequence[Phase]:
-        opened = open_engine(package.choice.engine, installed.folder / cut.onnx, threads)
+        opened = open_cut(package, cut, threads)
         frontend = Frontend(opened, manifest.image, cut.tokens)
         kind, kappa = noise_kind(manifest.transforms.alpha, None), manifest.transforms.kappa
         noise = FeatureNoise(cut, NoiseKeying(SECRET, installed.digest, cut.index, kind, kappa))
@@ -122,6 +129,17 @@ def _candidate(package: Verified, engine: str, cut: Cut, shown: Shown, threads: 
         return (Phase("frontend", run),)
 
     return Candidate(point, ("frontend",), open_phases)
+
+
+def open_cut(package: Verified, cut: Cut, threads: int) -> Engine:
+    """The engine of one cut; a TensorRT plan is built for it beside the package's copy. Raises: EngineError."""
+    installed = package.installed
+    if package.choice.engine != PLANNED_ENGINE:
+        return open_engine(package.choice.engine, installed.folder / cut.onnx, threads)
+    plans = installed.folder.parent / f"plans-{cut.index}"
+    plans.mkdir(mode=0o700, exist_ok=True)
+    engine, _ = open_plan(installed.folder / cut.onnx, installed, SECRET, threads, plans, lambda: None, package.say)
+    return engine
 
 
 Step = tuple[NDArray[np.float16], Sequence[bytes]]  # tokens (B, T, d), and what keys the noise of each image

@@ -24,6 +24,7 @@ from ..backend import choose_device
 from ..files import DISK_ERRORS, remove
 from . import profiler as leakage
 from . import public as public_images
+from .check import check_table
 from .metrics import LEAST_PIXELS, load_lpips, load_piq
 from .package import Package, read_package
 from .table import Row, Settings, keep_rows, kept_path, read_rows, to_document, to_text, write_table
@@ -44,12 +45,12 @@ def _parser() -> ArgumentParser:
         description="Attack the features that a package makes of public images, split by split and noise by noise.",
         epilog="A run that is stopped goes on where it was when it is started again with the same flags.",
     )
-    parser.add_argument("--package", type=Path, required=True, metavar="DIR", help="what export-frontend wrote")
+    parser.add_argument("--package", type=Path, metavar="DIR", help="what export-frontend wrote")
     parser.add_argument(
-        "--public", type=Path, required=True, metavar="DIR",
+        "--public", type=Path, metavar="DIR",
         help="public images, one folder per class; some are attacked, the attacker learns from the others",
     )  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the table, as JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the table, as JSON")
     parser.add_argument(
         "--attack", action="append", metavar="NAME",
         help=f"may be given more than once; default: {', '.join(DEFAULT_ATTACKS)}. Known: {', '.join(attacks.names())}",
@@ -70,7 +71,11 @@ def _parser() -> ArgumentParser:
         "--backend", type=Path, metavar="DIR",
         help="the package's .backend folder, for attacks that know the weights; default: the one beside it, if any",
     )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="tell mistakes of the other flags, and attack nothing")
+    parser.add_argument(
+        "--check", nargs="?", const="", metavar="FILE",
+        help="attack nothing. With FILE, a table: is it whole, does it follow from its rows, is it of --package and of "
+        "--public, where these are given. Without: mistakes of the other flags, and of folders that are named",
+    )  # fmt: skip
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: the document on stdout")
     return parser
 
@@ -106,20 +111,19 @@ def _strengths(text: str) -> tuple[float, ...]:
 
 def _main(arguments: Sequence[str] | None) -> int:
     flags = _parser().parse_args(arguments)
-    names = tuple(dict.fromkeys(flags.attack or DEFAULT_ATTACKS))
-    for name in names:
-        attacks.find(name)
-    load_piq()
-    check_output_file(flags.output)  # attacks may take hours
     if flags.check:
-        return 0
-    package = read_package(flags.package)
-    if min(package.image.height, package.image.width) < LEAST_PIXELS:
-        raise UsageError(
-            f"pictures of {package.image.height} x {package.image.width} are too small to compare",
-            f"a side needs {LEAST_PIXELS} pixels",
-        )
-    folder = scan(flags.public, None)
+        return _check_table(flags)
+    names = tuple(dict.fromkeys(flags.attack or DEFAULT_ATTACKS))
+    leakage.check_attacks(names)
+    load_piq()
+    for name in ("package", "public", "output"):
+        if getattr(flags, name) is None and flags.check is None:
+            raise UsageError(f"--{name} is missing", "give it; see leakage-profile --help")
+    if flags.output is not None:
+        check_output_file(flags.output)  # attacks may take hours
+    if flags.check is not None:
+        return _check_flags(flags, names)
+    package, folder = _open(flags.package), scan(flags.public, None)
     settings = Settings(
         package_digest=package.digest.hex(),
         public_digest=public_images.digest_of(folder),
@@ -155,6 +159,41 @@ def _main(arguments: Sequence[str] | None) -> int:
         print_document(str(document.pop("kind")), {k: v for k, v in document.items() if k != "schema_version"})
     else:
         print(to_text(table), end="")
+    return 0
+
+
+def _open(root: Path) -> Package:
+    """Raises: UsageError for pictures that no attack can be judged by."""
+    package = read_package(root)
+    if min(package.image.height, package.image.width) < LEAST_PIXELS:
+        raise UsageError(
+            f"pictures of {package.image.height} x {package.image.width} are too small to compare",
+            f"a side needs {LEAST_PIXELS} pixels",
+        )
+    return package
+
+
+def _check_flags(flags: argparse.Namespace, names: Sequence[str]) -> int:
+    """Everything that can be wrong before the first attack, of what is named."""
+    print(f"flags: attacks {', '.join(names)} can make a table")
+    if flags.output is not None:
+        print(f"-o: {flags.output} can be written")
+    if flags.package is not None:
+        print(f"package: {_open(flags.package).digest.hex()[:16]}, files are those that its manifest lists")
+    if flags.public is not None:
+        print(f"public images: {len(scan(flags.public, None).images)} in {flags.public}")
+    return 0
+
+
+def _check_table(flags: argparse.Namespace) -> int:
+    """The table after --check, against the package and the images that are given. Raises: CutlayerError."""
+    usual = vars(_parser().parse_args([]))
+    idle = [name for name, value in vars(flags).items() if value != usual[name]]
+    idle = [name for name in idle if name not in ("check", "package", "public")]
+    if idle:
+        raise UsageError(f"--{idle[0]} has no part in --check FILE, which attacks nothing", "leave it out")
+    for line in check_table(Path(flags.check), flags.package, flags.public):
+        print(line)
     return 0
 
 

@@ -57,6 +57,19 @@ def default_strengths(package: Package) -> tuple[float, ...]:
     return tuple(sorted({each for each in COARSE if each <= rules.kappa_max} | {rules.kappa, rules.kappa_max}))
 
 
+def check_attacks(names: Sequence[str]) -> None:
+    """Raises: UsageError for an attack that does not exist, or that no table can be of."""
+    for name in names:
+        module = attacks.find(name)
+        if module.FINDS != "images" or not {"upload", "client"} >= module.NEEDS:
+            usable = [each for each in attacks.names() if {"upload", "client"} >= attacks.find(each).NEEDS]
+            raise UsageError(
+                f"attack {name!r} finds {module.FINDS} and needs {' and '.join(sorted(module.NEEDS))}; "
+                "a table is of images, from one upload of each",
+                "choose one or more of: " + ", ".join(usable),
+            )
+
+
 class Profiler:
     """Attacks one package; `rows` goes on after those that are done."""
 
@@ -71,16 +84,9 @@ class Profiler:
         self._check_needs()
 
     def _check_needs(self) -> None:
+        check_attacks(self._settings.attacks)
         for name in self._settings.attacks:
-            module = attacks.find(name)
-            if module.FINDS != "images" or not {"upload", "client"} >= module.NEEDS:
-                usable = [each for each in attacks.names() if {"upload", "client"} >= attacks.find(each).NEEDS]
-                raise UsageError(
-                    f"attack {name!r} finds {module.FINDS} and needs {' and '.join(sorted(module.NEEDS))}; "
-                    "a table is of images, from one upload of each",
-                    "choose one or more of: " + ", ".join(usable),
-                )
-            if "client" in module.NEEDS and self._folder is None:
+            if "client" in attacks.find(name).NEEDS and self._folder is None:
                 raise UsageError(
                     f"attack {name!r} needs the float weights of the frontend", "give --backend, the package's .backend"
                 )

@@ -25,6 +25,7 @@ from ..split_model import Shipped, own_loss
 from ..split_replies import answer, check_patch_features
 from ..split_rounds import Link, Rounds, Talk
 from ..training_macs import sizes_of
+from ..whole_rounds import open_rounds, round_numbers, whole_cut
 from . import Ask, Conduct, Metric, Progress, Record, Settings, Site, State, Tensors
 
 LABEL_MODES = ("raw-label",)  # as published: labels go with the features
@@ -37,7 +38,7 @@ class EftVit:
     def __init__(self, shipped: Shipped, settings: Settings) -> None:
         self._shipped, self._settings = shipped, settings
         self._local = next(cut for cut in shipped.plan.cuts if cut.loss == "none")
-        self._whole = next(cut for cut in shipped.plan.cuts if cut.loss != "none")
+        self._whole = whole_cut(shipped.plan)
         self._sizes = sizes_of(shipped.module)
         self._rounds: Rounds | None = None
         self._store = FeatureStore(settings.store_mb << 20, settings.store_rounds)
@@ -51,7 +52,7 @@ class EftVit:
         Raises:
             TrainingError: no device has an image, an answer does not fit, or the loss explodes.
         """
-        rounds = self._rounds = self._rounds or self._start(site)
+        rounds = self._rounds = self._rounds or open_rounds(site, self._shipped, self._settings)
         s = self._settings
         while rounds.epoch < s.epochs:
             e = min(s.local_epochs, s.epochs - rounds.epoch)
@@ -67,10 +68,7 @@ class EftVit:
 
     def _train(self, rounds: Rounds, picked: Sequence[Link], epochs: int) -> Talk[dict[str, Metric]]:
         """theta_g, theta_h to the picked devices where they have older ones; features into the store."""
-        s = self._settings
-        rate = rounds.tally.lr = rounds.schedule.at(rounds.epoch, 1)
-        common = {"epoch": rounds.epoch + 1, "epochs": epochs, "size": s.batch, "seed": s.seed, "rate": rate}
-        common |= {"threshold": s.medians}
+        common = round_numbers(rounds, epochs) | {"threshold": self._settings.medians}
         sent = {link.device: self._news_for(link.device) for link in picked}
         replies = yield from rounds.ask("masked_round", sent, {}, common, moves=True)
         n, features = self._local.kept or 0, 0
@@ -144,14 +142,6 @@ class EftVit:
             answer(Settled, replies, device)
             self._has[device] = self._version
 
-    def _start(self, site: Site) -> Rounds:
-        if self._whole.output_shape != (site.classes,):
-            raise TrainingError(
-                f"site {site.name!r} has {site.classes} classes, the package's model {self._whole.output_shape[0]}",
-                f"export the model with {site.classes} classes, or give the devices the package's class list",
-            )
-        return Rounds(site, self._shipped, self._settings, self._whole)
-
     # -- going on after a stop
 
     def state(self) -> State:
@@ -171,7 +161,7 @@ class EftVit:
 
     def load(self, site: Site, state: State) -> None:
         """Go on where `state` was taken."""
-        self._rounds = self._start(site)
+        self._rounds = open_rounds(site, self._shipped, self._settings)
         self._rounds.load_state(state)
         self._version = int(state.values["version"] or 0)
         self._coded = (0, {})

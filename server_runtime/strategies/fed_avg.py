@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from contract.errors import TrainingError
 from contract.messages import Update
 
 from ..aggregation import average
 from ..split_model import Shipped
 from ..split_rounds import Rounds, Talk, answer
+from ..whole_rounds import open_rounds, round_numbers
 from . import Ask, Conduct, Settings, Site, State
 
 LABEL_MODES = ("raw-label",)  # no label travels, but an output stands for the class itself, and its bias shows
@@ -36,7 +36,7 @@ class FedAvg:
         Raises:
             TrainingError: no device has an image, an answer does not fit, or the loss explodes.
         """
-        rounds = self._rounds = self._rounds or self._start(site)
+        rounds = self._rounds = self._rounds or open_rounds(site, self._shipped, self._settings)
         w, s = rounds.w, self._settings
         while rounds.epoch < s.epochs:
             e = min(s.local_epochs, s.epochs - rounds.epoch)
@@ -57,9 +57,7 @@ class FedAvg:
     def _train(self, rounds: Rounds, epochs: int) -> Talk[dict[str, dict[str, np.ndarray]]]:
         """The parts of all devices that answered, have images, and gave finite values."""
         s, links = self._settings, rounds.pick(self._settings.fraction)
-        rate = rounds.tally.lr = rounds.schedule.at(rounds.epoch, 1)
-        common = {"cut": links[0].cut.index, "epoch": rounds.epoch + 1, "epochs": epochs}
-        common |= {"size": s.batch, "seed": s.seed, "rate": rate}
+        common = round_numbers(rounds, epochs) | {"cut": links[0].cut.index}
         part = rounds.w.part(links[0].cut)
         quorum = min(s.quorum, len(links)) or None
         asked = {link.device: part for link in links}
@@ -76,15 +74,6 @@ class FedAvg:
                 rounds.add(update.mean_loss, update.correct, update.count)
         return parts
 
-    def _start(self, site: Site) -> Rounds:
-        cut = next(cut for cut in self._shipped.plan.cuts if cut.loss != "none")
-        if cut.output_shape != (site.classes,):
-            raise TrainingError(
-                f"site {site.name!r} has {site.classes} classes, the package's model {cut.output_shape[0]}",
-                f"export the model with {site.classes} classes, or give the devices the package's class list",
-            )
-        return Rounds(site, self._shipped, self._settings, cut)
-
     def state(self) -> State:
         """W and how far training is."""
         assert self._rounds is not None
@@ -92,7 +81,7 @@ class FedAvg:
 
     def load(self, site: Site, state: State) -> None:
         """Go on where `state` was taken."""
-        self._rounds = self._start(site)
+        self._rounds = open_rounds(site, self._shipped, self._settings)
         self._rounds.load_state(state)
 
     def last_part(self, device: str) -> Ask:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from contract.errors import TrainingError
 from contract.messages import Update
 
 from ..aggregation import average, check_part, is_finite
 from ..split_model import Shipped
 from ..split_rounds import Link, Rounds, Talk, answer
 from ..training_macs import sizes_of
+from ..whole_rounds import open_rounds, round_numbers, whole_cut
 from . import Ask, Conduct, Record, Settings, Site, State, Tensors
 
 LABEL_MODES = ("raw-label",)
@@ -31,7 +31,7 @@ class FedBfpt:
 
     def __init__(self, shipped: Shipped, settings: Settings) -> None:
         self._shipped, self._settings = shipped, settings
-        self._whole = next(cut for cut in shipped.plan.cuts if cut.loss != "none")
+        self._whole = whole_cut(shipped.plan)
         self._sizes = sizes_of(shipped.module)
         self._rounds: Rounds | None = None
         self._changed: dict[str, int] = {}  # tensor -> the version of W that moved it last
@@ -44,7 +44,7 @@ class FedBfpt:
         Raises:
             TrainingError: no device has an image, an answer does not fit, or the loss explodes.
         """
-        rounds = self._rounds = self._rounds or self._start(site)
+        rounds = self._rounds = self._rounds or open_rounds(site, self._shipped, self._settings)
         w, s = rounds.w, self._settings
         while rounds.epoch < s.epochs:
             e = min(s.local_epochs, s.epochs - rounds.epoch)
@@ -80,14 +80,12 @@ class FedBfpt:
     def _train(
         self, rounds: Rounds, picked: Sequence[Link], block: int, epochs: int
     ) -> Talk[dict[str, dict[str, np.ndarray]]]:
-        s, w = self._settings, rounds.w
-        rate = rounds.tally.lr = rounds.schedule.at(rounds.epoch, 1)
-        common = {"epoch": rounds.epoch + 1, "epochs": epochs, "size": s.batch, "seed": s.seed, "rate": rate}
+        w, common = rounds.w, round_numbers(rounds, epochs) | {"block": block}
         whole = w.part(self._whole)
         head = f"{self._whole.layer}."
         trained = [name for name in whole if name.startswith((f"blocks.{block}.", head))]
         sent = {link.device: self._news_for(link.device, whole) for link in picked}
-        replies = yield from rounds.ask("block_round", sent, {}, {**common, "block": block}, moves=True)
+        replies = yield from rounds.ask("block_round", sent, {}, common, moves=True)
         parts = {}
         for link in picked:
             update = answer(Update, replies, link.device)
@@ -112,14 +110,6 @@ class FedBfpt:
             if self._changed.get(name, 1 if name.startswith(head) else 0) > has
         }
 
-    def _start(self, site: Site) -> Rounds:
-        if self._whole.output_shape != (site.classes,):
-            raise TrainingError(
-                f"site {site.name!r} has {site.classes} classes, the package's model {self._whole.output_shape[0]}",
-                f"export the model with {site.classes} classes, or give the devices the package's class list",
-            )
-        return Rounds(site, self._shipped, self._settings, self._whole)
-
     def state(self) -> State:
         """W, and what each device has of it."""
         assert self._rounds is not None
@@ -130,7 +120,7 @@ class FedBfpt:
 
     def load(self, site: Site, state: State) -> None:
         """Go on where `state` was taken."""
-        self._rounds = self._start(site)
+        self._rounds = open_rounds(site, self._shipped, self._settings)
         self._rounds.load_state(state)
         self._version = int(state.values["version"] or 0)
         for found, start in ((self._changed, "changed/"), (self._has, "has/")):

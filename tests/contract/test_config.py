@@ -111,6 +111,21 @@ def test_wrong_types_in_a_file_are_named(line: str, text: str, tmp_path: Path) -
     assert f"[device] {text}".replace("FILE", str(file)) in error.value.cause
 
 
+def test_help_tells_the_default_where_there_is_one() -> None:
+    described = [Field("x", kind, default, "help").described for kind, default in (
+        (int, 3), (float, 0.5), (str, "a"), (tuple, ("a", "b")), (Path, Path("runs")), (str, None), (str, REQUIRED),
+        (bool, False), (str, ""), (dict, {}), (tuple, ()),
+    )]  # fmt: skip
+    assert described[:5] == [f"help (default: {each})" for each in ("3", "0.5", "a", "a,b", "runs")]
+    assert set(described[5:]) == {"help"}
+
+
+def test_what_is_no_number_is_not_found_to_be_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        settle(None, {"CUTLAYER_DEVICE_ALPHA": "nan"})
+    assert error.value.cause == "CUTLAYER_DEVICE_ALPHA must be a finite number, found nan"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [("alpha", "much"), ("alpha", "inf"), ("threads", "1.5"), ("checkerboard", "perhaps"), ("extras", "x = }")],

@@ -120,6 +120,35 @@ def test_a_reader_that_went_away_is_quiet() -> None:
         assert child.wait() == 141
 
 
+PRINTING = (
+    "import sys; from contract.console import run_command, say\n"
+    "def main():\n    say('working')\n    print('x' * int(sys.argv[1]))\n    return 0\n"
+    "sys.exit(run_command(main))"
+)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("letters", ["1", "99999"], ids=["one write at the end", "more than the buffer holds"])
+def test_a_full_disk_behind_stdout_is_one_line(letters: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", PRINTING, letters], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines[:2] == ["working", "error: stdout cannot be written: No space left on device"] and len(lines) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_behind_stderr_ends_no_work() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", PRINTING, "3"], stdout=subprocess.PIPE, stderr=full)
+    assert (done.returncode, done.stdout) == (0, b"xxx\n")
+
+
+def test_closed_streams_are_no_error() -> None:
+    words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", PRINTING, "3"]
+    assert subprocess.run(words, check=False).returncode == 0
+
+
 def parser() -> ArgumentParser:
     parser = ArgumentParser(prog="server-run", description="Adapt.")
     parser.add_argument("--strategy", choices=["split_adaptation", "eeft"])

@@ -22,6 +22,7 @@ from contract.leakage import (
     subject_digest,
     to_bytes,
 )
+from contract.leakage_check import faults
 from contract.manifest import FileRecord, Manifest, TransformRules
 from contract.tokens import SentRule
 from tests.golden.samples import MANIFEST
@@ -76,6 +77,43 @@ def test_of_a_package_of_parts_every_file_but_the_table_counts() -> None:
 def test_what_is_no_table_is_refused(data: bytes) -> None:
     with pytest.raises(PackageError, match="is no table of leakage-profile"):
         of_package(data, MANIFEST)
+
+
+GOOD = leakage_table(MANIFEST)
+FIGURE = GOOD.rows[0].attacks[0]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ({"settings": replace(GOOD.settings, public_digest="x")}, "public_digest should be 64 digits of hex"),
+        ({"settings": replace(GOOD.settings, strengths=(0.0, 1.0, 0.25))}, "strengths should be 0 or more and rise"),
+        ({"settings": replace(GOOD.settings, attacks=())}, "attacks should be one or more"),
+        ({"rows": GOOD.rows[:-1]}, "should have one of each strength"),
+        ({"rows": ()}, "there is none of a protected split"),
+        ({"rows": (*GOOD.rows, replace(GOOD.rows[0], protected=False, split=9))}, "without protection"),
+        ({"rows": (replace(GOOD.rows[0], images=999), *GOOD.rows[1:])}, "images should be 1 to 10, found 999"),
+        ({"rows": (replace(GOOD.rows[0], attacks=()), *GOOD.rows[1:])}, "attacks should be ridge"),
+        (
+            {"rows": (replace(GOOD.rows[0], attacks=(replace(FIGURE, right=11),)), *GOOD.rows[1:])},
+            "right should be 0 to 10, found 11",
+        ),
+        (
+            {"rows": (replace(GOOD.rows[0], attacks=(replace(FIGURE, figures=Figures(9.0, 1.7, 0.5, None)),)),
+                      *GOOD.rows[1:])},
+            "ridge: ssim should be -1 to 1, found 1.7",
+        ),
+        ({"lpips_unknown": ""}, "lpips is missing"),
+        ({"curve": tuple(replace(each, ssim=each.strength) for each in GOOD.curve)}, "ssim rises from 0 to 1"),
+        ({"curve": ()}, "curve: should be of splits"),
+        ({"threshold": replace(GOOD.threshold, fsim=2.0)}, "threshold: fsim should be 0 to 1"),
+        ({"attacks_s": -1.0}, "attacks_s should be 0 or more"),
+    ],
+)  # fmt: skip
+def test_a_table_that_contradicts_itself_is_refused(harm: dict[str, object], said: str) -> None:
+    assert not list(faults(GOOD))
+    with pytest.raises(PackageError, match=said):
+        of_package(to_bytes(replace(GOOD, **harm)), MANIFEST)  # type: ignore[arg-type]
 
 
 def test_a_table_in_a_package_has_a_limit() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_runtime import doctor
+from edge_runtime import doctor, tensorrt_find
 from edge_runtime.meters import Probe, Timing
 from edge_runtime.meters._sampled import SampledMeter
 from tests.edge_runtime import power_worlds
@@ -102,3 +102,18 @@ def test_the_command_answers_as_one_document(tmp_path: Path) -> None:
 def test_a_root_that_is_no_folder_is_one_line(tmp_path: Path) -> None:
     done = run("--root", str(tmp_path / "missing"))
     assert done.returncode == 2 and "--root should be a folder" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_jetson_says_which_python_owns_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_runtime.tensorrt_find.find_spec", lambda name: None)
+    assert tensorrt_find.look(tmp_path)[0].startswith("not installed")
+    (tmp_path / "usr/lib/python3.99/dist-packages/tensorrt").mkdir(parents=True)
+    (line,) = tensorrt_find.look(tmp_path)
+    assert "system's Python 3.99 owns it" in line and "python3.99 -m venv --system-site-packages" in line
+    assert "for which there is no such TensorRT" in line
+
+
+def test_a_python_with_tensorrt_and_without_pycuda_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_runtime.tensorrt_find.find_spec", lambda name: object() if name == "tensorrt" else None)
+    first, second = tensorrt_find.look(Path("/"))
+    assert first.startswith("tensorrt ") and "in this Python" in first and "cutlayer[tensorrt]" in second

@@ -23,7 +23,11 @@ from tests.edge_runtime.onnx_bytes import quantized_model
 ROOT = Path(__file__).parents[2]
 HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
 needs_openvino = pytest.mark.skipif(not HAS_OPENVINO, reason="openvino is not installed: pip install openvino")
-INSTALLED = [pytest.param(each, marks=needs_openvino) if each == "openvino" else each for each in engine_names()]
+INSTALLED = [
+    pytest.param(each, marks=needs_openvino) if each == "openvino" else each
+    for each in engine_names()
+    if each != "tensorrt"  # it runs plans, on a GPU: test_tensorrt_engine.py
+]
 RUNTIMES = [each for each in INSTALLED if each != "fake"]
 # Two neighbouring products near the ends of their range saturate in OpenVINO's kernels where there is no VNNI.
 EXPECTED_DB = {"onnxruntime": 80.0, "openvino": 80.0 if has_vnni() else 15.0}
@@ -31,7 +35,7 @@ IMAGES = np.random.default_rng(0).uniform(-1, 1, (5, 3, 16, 16)).astype(np.float
 
 
 def test_the_folder_is_the_registry() -> None:
-    assert engine_names() == ["fake", "onnxruntime", "openvino"]
+    assert engine_names() == ["fake", "onnxruntime", "openvino", "tensorrt"]
 
 
 def test_an_unknown_engine_names_the_nearest() -> None:

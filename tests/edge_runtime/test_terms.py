@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from contract.errors import RefusedError
+from contract.errors import ConfigError, RefusedError
 from contract.manifest import LabelMode
 from contract.messages import ASK_KINDS, Ask
 from contract.tokens import SentRule
@@ -41,13 +41,13 @@ def test_a_package_without_weight_noise_gives_none(tmp_path: Path, package: Pack
 
 
 def test_a_floor_above_the_packages_ceiling_is_refused_with_both(tmp_path: Path, package: Package) -> None:
-    with pytest.raises(RefusedError, match=r"2\.5 .*2\.0"):
+    with pytest.raises(ConfigError, match=r"2\.5 .*2\.0"):
         terms(tmp_path, package, kappa_floor=2.5)
 
 
 def test_a_label_mode_that_the_package_rules_out_is_refused(tmp_path: Path, package: Package) -> None:
     only = replace(package, manifest=replace(package.manifest, label_modes=("permuted-label",)))
-    with pytest.raises(RefusedError, match="client-head"):
+    with pytest.raises(ConfigError, match="client-head"):
         terms(tmp_path, only, label_mode="client-head")
 
 
@@ -104,8 +104,15 @@ def test_a_package_with_a_head_of_its_own_wants_that_many_classes(
     tmp_path: Path, package: Package, holds: str, mode: str
 ) -> None:
     assert training_terms(tmp_path, package, holds, mode, None).class_count == 3
-    with pytest.raises(RefusedError, match=r"number of classes: here 3, there 10 \(the package's own head\)"):
+    with pytest.raises(ConfigError, match=r"number of classes: here 3, there 10 \(the package's own head\)"):
         training_terms(tmp_path, package, holds, mode, 10)
+
+
+@pytest.mark.parametrize("holds", ["parts", "whole"])
+def test_weight_noise_that_no_part_gets_is_refused(tmp_path: Path, package: Package, holds: str) -> None:
+    config = write_device(tmp_path, package, tmp_path, alpha=0.1)
+    with pytest.raises(ConfigError, match="weight noise: here alpha 0.1"):
+        device_terms(config, package.manifest, package.digest, 3, bytes(32), training(holds))
 
 
 def test_noise_that_is_no_number_is_below_every_floor(tmp_path: Path, package: Package) -> None:
@@ -128,12 +135,12 @@ def test_a_devices_own_floor_holds_for_the_tokens_that_get_a_share_of_the_noise(
     check_kappa(1.5, own)
     with pytest.raises(RefusedError, match="floor"):
         check_kappa(1.4, own)
-    with pytest.raises(RefusedError, match=r"3\.0 .*2\.0"):
+    with pytest.raises(ConfigError, match=r"3\.0 .*2\.0"):
         terms(tmp_path, half, kappa_floor=1.5)
 
 
 def test_prefix_tokens_without_noise_are_refused_by_a_device_with_a_floor(tmp_path: Path, package: Package) -> None:
     bare = sending(package, SentRule("all", 0.0))
     assert terms(tmp_path, bare, kappa_floor=0.0).kappa_floor == 0.0
-    with pytest.raises(RefusedError, match="prefix"):
+    with pytest.raises(ConfigError, match="prefix"):
         terms(tmp_path, bare, kappa_floor=0.1)

@@ -98,6 +98,10 @@ def no_table(front: Path) -> None:
     (front.parent / "leakage.json").write_text("{}")
 
 
+def no_row(front: Path) -> None:
+    (front.parent / "leakage.json").write_bytes(to_bytes(leakage_table(manifest_of(front), (0.0, 1.0))))
+
+
 def no_file(front: Path) -> None:
     (front.parent / "leakage.json").unlink()
 
@@ -131,7 +135,8 @@ def no_backend(front: Path) -> None:
     [
         (other_package, 4, "the leakage table is of a package"),
         (no_table, 4, "is no table of leakage-profile"),
-        (no_file, 4, "cannot be read"),
+        (no_row, 4, "no row at kappa 0.25"),
+        (no_file, 2, "leakage.json cannot be read: No such file or directory\n  cure: correct the path"),
         (other_key, 2, "give the key that signed it"),
         (no_key, 2, "readable key file"),
         (altered_file, 4, "is not the file that the manifest lists"),

@@ -51,3 +51,19 @@ def test_a_seed_that_no_generator_takes_is_refused(
     words = ["--model", "vit_tiny_patch16_224", "--seed", seed, "-o", str(tmp_path / "front")]
     assert main(words) == 2
     assert "63 bits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--list-splits", "vit_tiny_patch16_224", "--int8"], "--int8 has no part in --list-splits"),
+        (["--add-table", "t.json", "front", "--kappa", "1"], "--kappa has no part in --add-table"),
+        (["--model", "vit_tiny_patch16_224", "-o", "front", "--preview-steps", "5"], "--preview-steps is of --preview"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())

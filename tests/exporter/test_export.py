@@ -241,10 +241,10 @@ def test_mistakes_are_one_line_of_cause_and_one_of_cure(
 
 
 def test_model_arguments_are_literals_or_texts() -> None:
-    from exporter.cli import _model_args
+    from exporter.options import read_model_args
 
     given = ["img_size=32", "global_pool=avg", "class_token=False", "init_values=1e-5", "img_size=(32,64)", "x=a=b"]
-    assert _model_args(given) == {
+    assert read_model_args(given) == {
         "img_size": (32, 64), "global_pool": "avg", "class_token": False, "init_values": 1e-5, "x": "a=b",
     }  # fmt: skip
 

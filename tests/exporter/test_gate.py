@@ -13,13 +13,13 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from contract.errors import UsageError
 from contract.leakage import LEAKAGE_NAME, of_package
 from contract.manifest import from_bytes
+from contract.scratch import lock_folder
 from contract.tokens import KEPT, TokenLayout
 from exporter import gate
 from exporter.cli import main
@@ -35,7 +35,6 @@ pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extr
 MODEL = ["--model", tiny.MODEL, *(word for key, value in {**tiny.ARGS, "depth": 2}.items()
                                   for word in ("--model-arg", f"{key}={value}"))]  # fmt: skip
 GATED = ["--split", "auto", "--gate-attacks", "ridge", "--tune", "none", "--sent-patches", "all"]
-COMMAND = subprocess.run
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +47,16 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """leakage-profile in this process, with a short classifier; the flags that it got, of the packages it opened."""
     flags: list[list[str]] = []
 
-    def run(words: Sequence[str], **how: object) -> SimpleNamespace:
-        given = list(words)[3:]
+    def run(module: str, words: Sequence[str], stdout: int) -> int:
+        assert (module, stdout) == (leakage_cli.__name__, subprocess.DEVNULL)
         with contextlib.redirect_stdout(io.StringIO()):  # the exporter throws its table away: it reads the file
-            code = leakage_cli.main(given)
+            code = leakage_cli.main(words)
         if "--check" not in words:
-            flags.append(given)
-        return SimpleNamespace(returncode=code)
+            flags.append(list(words))
+        return code
 
     monkeypatch.setattr("server_runtime.leakage.classifier.STEPS", (5, 5))
-    monkeypatch.setattr(gate.subprocess, "run", run)
+    monkeypatch.setattr(gate, "run_child", run)
     return flags
 
 
@@ -150,6 +149,11 @@ def test_accuracy_that_cannot_be_measured_is_no_accuracy(
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--max-energy", "-1"], "more than 0 J"),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--gate-images", "0"], "1 or more"),
         (["--cuts", "1,2", "--max-leakage", "ssim<0.3"], "cut 2 leaves nothing to the server"),
+        (["--split", "0", "--max-leakage", "ssim<0.3"], "cut 0 leaves nothing to the device"),
+        (
+            ["--split", "auto", "--max-leakage", "ssim<0.3", "--kappa-max", "-1"],
+            "kappa-max must be 0 or more, found -1",
+        ),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--gate-attacks", "rigde"], "did you mean 'ridge'"),
         (["--split", "auto", "--max-leakage", "ssim<0.3", "--for", "sequential_split"], "is for frontends"),
     ],
@@ -161,6 +165,18 @@ def test_mistakes_are_found_before_the_work(
     assert export(*words) == 2
     assert said in capsys.readouterr().err
     assert names(tmp_path) == [] and not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_two_exports_into_one_output_at_once_are_refused(
+    export: Callable[..., int], attacked: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".front.gate").mkdir()
+    other = lock_folder(tmp_path / ".front.gate")
+    try:
+        assert export(*GATED, "--max-leakage", "ssim<0.9", "--kappa", "0.25", "--int8") == 2
+    finally:
+        os.close(other)
+    assert "another export of the same output is running" in capsys.readouterr().err and not attacked
 
 
 def test_a_limit_of_joules_needs_joules(
@@ -195,8 +211,8 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
     plan = tiny.plan(Path("front"), kappa=0.3, kappa_max=0.7, calibration="public", preview=True)
     assert strengths_of(plan, False) == (0.0, 0.25, 0.5, 0.7) and strengths_of(plan, True) == (0.3,)
     assert sent_of(plan, True) == ("all",) and sent_of(plan, False) == KEPT
-    layouts = [TokenLayout(1, (4, 4), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
-    found = candidates(plan, plan_of(), layouts, 4)
+    layouts = [TokenLayout(1, (40, 40), 8), TokenLayout(1, (2, 2), 8), TokenLayout(0, (2, 2), 8)]
+    found = candidates(plan, plan_of(), layouts)
     shown = [(each.split, each.int8, each.sent_patches) for each in found]
     every = ("all", "checkerboard", "quarter", "none")
     assert shown == [
@@ -206,18 +222,20 @@ def test_what_is_left_open_is_swept_and_what_is_fixed_is_not() -> None:
         for sent in rules
     ]
     assert {(each.kappa, each.preview) for each in found} == {(0.0, False)}
-    fixed = candidates(plan, plan_of(cuts=(1,), sent=("quarter",), precisions=(True,)), layouts, 4)
-    assert [(each.split, each.sent_patches) for each in fixed] == [(1, "quarter")]
+    fixed = candidates(plan, plan_of(cuts=(2,), sent=("quarter",), precisions=(True,)), layouts)
+    assert [(each.split, each.sent_patches) for each in fixed] == [(2, "quarter")]
     with pytest.raises(UsageError, match="cut 4 leaves nothing"):
-        candidates(plan, plan_of(cuts=(4,)), layouts, 4)
+        candidates(plan, plan_of(cuts=(4,)), layouts)
+    for cut, sent, said in ((1, "quarter", "few enough to be filled in"), (3, "none", "this model has none")):
+        with pytest.raises(UsageError, match=said):
+            candidates(plan, plan_of(cuts=(cut,), sent=(sent,)), layouts)
 
 
 @pytest.mark.slow
 def test_the_command_itself_attacks_a_tuned_package(
-    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing replaced: tuning, both attacks, the trained one for a few steps, and what the sweep promised."""
-    monkeypatch.setattr(gate.subprocess, "run", COMMAND)
     words = [*MODEL, "--calibration", str(public), "-o", str(tmp_path / "front"), "--split", "auto"]
     words += ["--sent-patches", "checkerboard"]
     words += ["--kappa", "0.5", "--max-leakage", "ssim<0.99", "--gate-steps", "20", "--format", "json"]

@@ -15,6 +15,7 @@ from contract.errors import PackageError, UsageError
 from contract.manifest import from_bytes
 from contract.tokens import SentRule, TokenLayout
 from edge_runtime.transforms.laplace import FeatureNoise, NoiseKeying, noise_kind
+from exporter import build
 from exporter.channel import WireChannel
 from exporter.statistics import PositionMoments, measure_tokens
 from server_runtime import backend as backends
@@ -159,6 +160,24 @@ def test_too_many_patches_to_fill_in_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(statistics, "SPATIAL_PATCHES_MAX", 9)
     with pytest.raises(UsageError, match="filled in"):
         tiny.run(tmp_path / "front", sent_patches="checkerboard")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"kappa": 0.0}, "every token without feature noise (--kappa 0): nothing hides the images, and weight noise"),
+        ({"kappa": 0.0, "alpha": 0.0}, "every token without feature noise (--kappa 0): nothing hides the images\n"),
+        ({"sent_patches": "none", "prefix_noise": 0.0}, "every token without feature noise (--prefix-noise 0)"),
+        ({"prefix_noise": 0.0}, "the class token without feature noise (--prefix-noise 0)"),
+    ],
+)
+def test_whoever_asks_for_no_noise_is_told(
+    tmp_path: Path, changes: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build._warn_of_noise(tiny.plan(tmp_path / "front", **changes), TokenLayout(1, (4, 4), 8))
+    shown = capsys.readouterr().err
+    assert said in shown and bool(shown) == bool(said)
 
 
 def test_half_of_the_class_tokens_noise_is_half_the_scale() -> None:

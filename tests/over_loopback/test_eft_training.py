@@ -11,7 +11,7 @@ import pytest
 
 from tests import eft_package
 from tests.make_package import DEVICES, PRIVATE_CLASSES
-from tests.over_loopback.deployment import BIN, Deployment, fix_secrets, wait_until
+from tests.over_loopback.deployment import BIN, Deployment, fix_secrets, stop, wait_until
 
 pytest.importorskip("torch", reason="the server needs torch")
 
@@ -30,24 +30,25 @@ def with_eft(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(deployment: Deployment, kills: int = 0) -> list[dict[str, Any]]:
-    """A run to its end, one device of which is killed after so many of its rounds; the devices' reports."""
+def train(deployment: Deployment, dies: str = "") -> list[dict[str, Any]]:
+    """A run to its end, in which a device, the server or both are killed on the way; the devices' reports."""
     fix_secrets(deployment.root)
-    with deployment.server(*OPTIONS, *MODE, "--exit-when-done", strategy="eft_vit") as server:
-        first = deployment.start_device(DEVICES[0], *MODE)
-        other = deployment.start_device(DEVICES[1], *MODE)
-        for number in range(1, kills + 1):
-            seen = number
-
-            def is_reached(rounds: int = seen) -> bool:
-                return len([line for line in deployment.metrics() if "epoch" in line]) >= rounds
-
-            wait_until(is_reached, f"round {number}", deployment.root / "server.log")
-            first.send_signal(signal.SIGKILL)
-            first.communicate()
+    words, log = (*OPTIONS, *MODE, "--run", "same", "--exit-when-done"), deployment.root / "server.log"
+    server = deployment.start_server(*words, strategy="eft_vit")
+    try:
+        first, other = (deployment.start_device(device, *MODE) for device in DEVICES)
+        for reached in (1, 2) if dies in ("device", "both") else ():
+            wait_until(lambda: len(rounds_of(deployment)) >= reached, "a round", log)  # noqa: B023 - called at once
+            stop(first, signal.SIGKILL)
             first = deployment.start_device(DEVICES[0], *MODE)
+        if dies in ("server", "both"):
+            wait_until(lambda: len(rounds_of(deployment)) >= 3, "three rounds", log)
+            stop(server, signal.SIGKILL)
+            server = deployment.start_server(*words, strategy="eft_vit")
         reports = [deployment.report_of(DEVICES[0], first), deployment.report_of(DEVICES[1], other)]
-        assert server.wait(timeout=120) == 0, (deployment.root / "server.log").read_text()
+        assert server.wait(timeout=120) == 0, log.read_text()
+    finally:
+        stop(server)
     return reports
 
 
@@ -62,7 +63,7 @@ def test_a_site_trains_its_local_modules_and_predicts_by_itself(
     deployment = Deployment(with_eft, tmp_path, device_bin=device_bin, front=eft_package.NAME)
     reports = train(deployment)
     assert [report["outcome"] for report in reports] == ["done", "done"]
-    rounds = [line for line in deployment.metrics() if "epoch" in line]
+    rounds = rounds_of(deployment)
     assert [line["epoch"] for line in rounds] == [4, 8, 12, 16, 20, 24]
     assert rounds[-1]["loss"] < rounds[0]["loss"] and rounds[-1]["server_loss"] < rounds[0]["server_loss"]
     rows = 4 * len(PRIVATE_CLASSES) * len(DEVICES)
@@ -75,11 +76,20 @@ def test_a_site_trains_its_local_modules_and_predicts_by_itself(
 
 
 @pytest.mark.slow
-def test_kills_of_a_device_change_nothing(with_eft: Path, tmp_path: Path) -> None:
-    weights = []
-    for kills in (0, 2):
-        deployment = Deployment(with_eft, tmp_path / str(kills), front=eft_package.NAME)
+@pytest.mark.parametrize("dies", ["device", "server", "both"])
+def test_kills_of_a_device_and_of_the_server_change_nothing(with_eft: Path, tmp_path: Path, dies: str) -> None:
+    """The device dies twice, the server once, each as soon as a round is recorded: within the next one."""
+    calm, killed = (Deployment(with_eft, tmp_path / name, front=eft_package.NAME) for name in ("calm", "killed"))
+    for deployment in (calm, killed):
         deployment.root.mkdir()
-        train(deployment, kills)
-        weights.append(deployment.model())
-    assert weights[0] and weights[0] == weights[1]
+    train(calm)
+    train(killed, dies)
+    assert killed.model() == calm.model() != {}
+    told = ("epoch", "loss", "server_loss", "features", "store_rows")
+    assert [[line[name] for name in told] for line in rounds_of(killed)] == [
+        [line[name] for name in told] for line in rounds_of(calm)
+    ]
+
+
+def rounds_of(deployment: Deployment) -> list[dict[str, Any]]:
+    return [line for line in deployment.metrics() if "epoch" in line]

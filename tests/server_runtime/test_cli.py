@@ -11,7 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("timm")
 
+from contract.errors import ConfigError  # noqa: E402
 from server_runtime import strategies  # noqa: E402
+from server_runtime.belongs import STRATEGIES_OF, check_given  # noqa: E402
 from server_runtime.cli import main  # noqa: E402
 from server_runtime.plan import FIELDS  # noqa: E402
 from tests.server_runtime import tiny  # noqa: E402
@@ -47,6 +49,7 @@ def run(words: dict[str, str], *more: str) -> int:
         ({"--certificate": "c.pem"}, 2, "certificate_key"),
         ({"--kappa": "9"}, 2, "kappa"),
         ({"--epochs": "0"}, 2, "epochs"),
+        ({"--threads": "0"}, 2, "threads must be 1 to 1024"),
         ({"--epochs": "many"}, 2, "--epochs must be an integer"),
         ({"--label-mode": "raw-label"}, 2, "raw-label"),
         ({"--run": "../up"}, 2, "../up"),
@@ -62,6 +65,29 @@ def test_each_mistake_has_a_cause_and_a_cure(
     assert named in said.err
     assert said.err.count("error:") == 1
     assert "\n  cure: " in said.err
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES_OF))
+def test_a_setting_of_other_strategies_is_refused_wherever_it_comes_from(name: str) -> None:
+    every, owners = set(strategies.names()), STRATEGIES_OF[name]
+    assert owners < every and {field.name for field in FIELDS} >= {name}
+    for strategy in owners:
+        check_given(strategy, {name: "--x", "epochs": "--epochs"})
+    for strategy in every - owners:
+        check_given(strategy, {name: "default", "epochs": "--epochs"})
+        for origin in (f"--{name}", "[server] in cutlayer.toml"):
+            with pytest.raises(ConfigError, match=f"means nothing to {strategy}"):
+                check_given(strategy, {name: origin})
+
+
+def test_a_setting_of_another_strategy_is_refused_before_a_run_is_made(
+    words: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words, "--prototype-shift", "0") == 2
+    assert "--prototype-shift was given, but means nothing to split_adaptation" in capsys.readouterr().err
+    assert run(words, "--epochs", "9" * 30) == 2
+    assert "epochs must be 1 to 1000000" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_incomplete_backend_is_a_package_error(
@@ -100,6 +126,8 @@ def test_help_names_every_setting_and_strategy(capsys: pytest.CaptureFixture[str
         assert field.name == "public" or "--" + field.name.replace("_", "-") in shown
     for name in strategies.names():
         assert name in shown
+    for default in ("(default: 100)", "(default: runs)", "(default: permuted-label)", "(default: auto)"):
+        assert default in shown
 
 
 def test_the_socket_process_never_imports_torch() -> None:

@@ -137,9 +137,10 @@ def test_numbers_and_texts_survive_the_file(tmp_path: Path) -> None:
         ({"replaced": 1.5}, "replaced"),
         ({"seed": -1}, "seed"),
         ({"threads": 0}, "threads"),
-        ({"quorum": 1}, "quorum"),  # it waits for all: a setting that cannot act is no setting
-        ({"local_epochs": 2}, "local_epochs"),
-        ({"cuts": "1"}, "cuts"),
+        ({"seed": 2**63}, "seed must be 0 to"),
+        ({"epochs": 10**9}, "epochs must be 1 to"),
+        ({"alone": 10**9}, "alone must be 0 to"),
+        ({"quorum": 1}, "quorum must be at most the 0 enrolled devices"),
     ],
 )
 def test_a_plan_that_cannot_be_trained_names_its_setting(change: dict[str, object], named: str) -> None:

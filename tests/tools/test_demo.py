@@ -76,15 +76,6 @@ def test_too_few_classes_are_named(tmp_path: Path) -> None:
         demo_data.digits(tmp_path / "digits", shots=0, seed=0)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools import demo
-
-    (tmp_path / "taken").write_text("")
-    monkeypatch.setattr(sys, "argv", ["tools/demo", "-o", str(tmp_path / "taken")])
-    with pytest.raises(UsageError, match="is no folder"):
-        demo.main()
-
-
 @pytest.mark.slow
 def test_the_whole_story(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.demo", "--format", "json", "-o", str(tmp_path / "demo")]

@@ -310,6 +310,16 @@ def test_invariant_5_a_sample_shows_the_same_patches_in_every_round(
         assert max(sizes) > 3 * KEPT
 
 
+def test_a_device_with_one_class_an_empty_class_or_one_image_completes(played: Run) -> None:
+    for device, counts in SITE.items():
+        sent = played.features(device)
+        assert len(sent) == 2 and all(each.labels is not None and each.count == sum(counts) for each in sent)
+        assert {int(label) for each in sent if each.labels is not None for label in each.labels} == {
+            label for label, count in enumerate(counts) if count
+        }
+        assert keeper_of(played.devices[device]).local_weights() is not None
+
+
 def test_invariant_6_upload_bytes_are_samples_by_tokens_by_channels_by_width(played: Run) -> None:
     rows = sum(len(each.labels) for device in SITE for each in played.features(device) if each.labels is not None)
     sent = sum(record["bytes_up"] for record in played.records)
@@ -348,6 +358,16 @@ def test_rounds_report_compute_bytes_and_loss(played: Run) -> None:
         assert record["macs_devices"] > 0 and record["macs_server"] > 0
         assert np.isfinite(record["loss"]) and np.isfinite(record["server_loss"])
         assert record["asked"] == 3 and record["samples"] == 15
+
+
+def test_devices_and_server_have_rates_of_their_own(world: World, tmp_path: Path) -> None:
+    run = Run(world.strategy(server_rate=1e-12), site_of(world, tmp_path, "torch")).play()
+    assert {ask.parameters["rate"] for ask in run.asks if ask.kind == "masked_round"} == {SETTINGS.learning_rate}
+    now, shipped = run.published(), world.shipped.module.state_dict()
+    for name in world.shipped.plan.cuts[1].frozen:  # theta_g, which the server trains
+        np.testing.assert_allclose(now[f"backend.{name}"], shipped[name].numpy(), atol=1e-9)
+    own = keeper_of(run.devices["jetson"]).local_weights()
+    assert own is not None and max(np.abs(own[name] - shipped[name].numpy()).max() for name in own) > 1e-4
 
 
 def test_a_fraction_of_the_devices_is_asked_and_all_get_the_end(world: World, tmp_path: Path) -> None:

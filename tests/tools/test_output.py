@@ -11,8 +11,8 @@ pytest.importorskip("sklearn", reason="the demo's data comes with scikit-learn")
 
 from contract.console import run_command  # noqa: E402  (after the skip)
 from contract.errors import UsageError  # noqa: E402
-from tools import bench_recovery, reproduce  # noqa: E402
-from tools.output import open_output  # noqa: E402
+from contract.output import open_output  # noqa: E402
+from tools import bench_recovery, demo, make_keys, reproduce  # noqa: E402
 
 IMPOSSIBLE = ["FILE", "FILE/sub", "/dev/null", "/proc", "/proc/nope"]
 
@@ -25,7 +25,7 @@ def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", IMPOSSIBLE)
-@pytest.mark.parametrize("tool", ["reproduce", "bench_recovery"])
+@pytest.mark.parametrize("tool", ["reproduce", "bench_recovery", "demo", "make_keys"])
 def test_what_cannot_be_a_folder_ends_with_exit_code_2(
     tool: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,7 +35,8 @@ def test_what_cannot_be_a_folder_ends_with_exit_code_2(
     monkeypatch.chdir(tmp_path)
     words = ["sa", "--quick"] if tool == "reproduce" else []
     monkeypatch.setattr(sys, "argv", [tool, *words, "-o", output])
-    assert run_command({"reproduce": reproduce, "bench_recovery": bench_recovery}[tool].main) == 2
+    tools = {"reproduce": reproduce, "bench_recovery": bench_recovery, "demo": demo, "make_keys": make_keys}
+    assert run_command(tools[tool].main) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and f"-o {output} cannot be used" in said[0] and said[1].startswith("  cure: give -o")
     assert (tmp_path / "FILE").read_text() == "mine"

@@ -11,9 +11,18 @@ import pytest
 
 from contract.errors import DataError, UsageError
 from tools import reproduce_eft
-from tools.reproduce_eft import RATES, best_rates, cells_of, parse, share_of
-from tools.reproduce_eft_table import reach, results_of, summarise
-from tools.reproduce_eft_world import METHODS, EftWorld, Variant, full_eft_world
+from tools.reproduce_eft import RATES, best_rates, cells_of, parse
+from tools.reproduce_eft_table import reach, results_of, summarise, with_result
+from tools.reproduce_eft_world import (
+    DOMAINS,
+    METHODS,
+    PACS_TEST,
+    EftWorld,
+    Variant,
+    full_eft_world,
+    pack_domains,
+)
+from tools.share import share_of
 
 DEVICES = tuple(f"device-{number:02}" for number in range(1, 6))
 
@@ -45,6 +54,22 @@ def test_a_small_beta_leaves_devices_fewer_classes(world: EftWorld) -> None:
     assert classes(0.1) < classes(10.0) == 3.0
 
 
+def test_each_domain_of_pacs_is_on_devices_of_its_own(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pacs64.zip", "w") as archive:
+        for domain in DOMAINS:
+            for label in ("dog", "house"):
+                for number in range(80):
+                    archive.writestr(f"pacs64/{domain}/{label}/pic_{number}.jpg", b"")
+    pack_domains(tmp_path / "pacs64.zip", tmp_path / "images.zip")
+    devices = tuple(f"{domain}-{number}" for domain in DOMAINS for number in (1, 2))
+    world = EftWorld("pacs", tmp_path, "vit", {}, tmp_path / "w", devices, "", DOMAINS)
+    assert world.classes == ("dog", "house") and len(world.names("test")) == 4 * 2 * PACS_TEST
+    dealt = world.deal(1.0, 0)
+    assert sorted(name for own in dealt.values() for name in own) == world.names("train")
+    for device, own in dealt.items():
+        assert own and {name.split("/")[-1].partition("-")[0] for name in own} == {device.rpartition("-")[0]}
+
+
 def test_a_world_without_archives_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs .*cifar10.zip, which does not exist"):
         full_eft_world(tmp_path / "world", tmp_path, 10, 5)
@@ -54,7 +79,7 @@ def test_cells_are_seed_by_seed_and_shares_divide_them() -> None:
     options = parse(["--quick", "--betas", "0.1,1", "--seeds", "0,1"])
     cells = cells_of(options, RATES)
     assert len(cells) == 2 * 2 * len(METHODS) and [cell.seed for cell in cells] == sorted(cell.seed for cell in cells)
-    shares = [share_of(cells, (number, 3)) for number in (1, 2, 3)]
+    shares = [share_of(cells, (number, 3), repr) for number in (1, 2, 3)]
     assert sorted(map(repr, sum(shares, []))) == sorted(map(repr, cells))
     first = cells[0]
     assert (first.ratio, first.local, first.threshold, first.rate) == (0.75, 2, 1.0, RATES["eft_vit"][0])
@@ -88,12 +113,13 @@ def test_packages_are_told_apart_by_what_is_in_them() -> None:
         (["--methods", "fed_lor"], "there is no method 'fed_lor'"),
         (["--studies", "masks"], "there is no study 'masks'"),
         (["--quick", "--shared", "x"], "--shared belongs to the full reproduction"),
+        (["--quick", "--dataset", "pacs"], "--dataset pacs has its own images"),
         (["--rounds", "0"], "--rounds should be 1 or more"),
         (["--fraction", "0"], "--fraction should be more than 0"),
         (["--betas", "0"], "--betas should be more than 0"),
         (["--only", "eft_vit/0.1"], "--only should be METHOD/BETA/SEED"),
         (["--rates", "eft_vit=0"], "a rate above 0"),
-        (["--share", "4/3"], "N from 1 to M"),
+        (["--share", "4/3"], "I from 1 to N"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], cause: str) -> None:
@@ -125,6 +151,12 @@ def test_what_a_common_accuracy_costs_is_counted_to_the_first_judged_round_that_
     assert head["rounds_to_target"] == 2.0 and head["last"]["mean"] == pytest.approx(0.4)
     (harder, _) = summarise(rows, 0.7)
     assert harder["reached"] == 1 and harder["rounds_to_target"] == 3.0
+
+
+def test_a_row_tells_its_setting_and_its_result() -> None:
+    told = with_result(row("eft_vit", 3, [0.2, 0.6, -1]))
+    assert (told["method"], told["seed"], told["accuracy"], told["bytes"]) == ("eft_vit", 3, 0.6, 300)
+    assert told["setting"] == "eft_vit, beta 0.1, lr 0.001 / 0, r 0.75, M_l 2, 1 x median"
 
 
 def test_tables_show_every_cell_and_every_row() -> None:

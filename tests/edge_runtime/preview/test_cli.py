@@ -176,6 +176,23 @@ def test_the_command_needs_engine_trust_and_state_alone_and_opens_no_socket(
     assert Path(document["page"]).read_text().count("<img") == 3
 
 
+def test_a_stop_is_clean_and_leaves_nothing(tmp_path: Path, config: DeviceConfig) -> None:
+    code = (
+        "import os, signal, edge_runtime.preview.cli as previews\n"
+        "previews.make_pairs = lambda *given: iter([os.kill(os.getpid(), signal.SIGTERM)])\n"
+        "from edge_runtime.cli import main\n"
+        "raise SystemExit(main())\n"
+    )
+    words = ["--engine", config.engine, "--trust", config.trust, "--state", config.state, "-o", tmp_path / "out",
+             "--preview", pictures(config)[0]]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "") and "stopped before the work was done" in done.stderr
+    assert not (tmp_path / "out").exists() and not list(config.state.glob(".preview-*"))
+
+
 def test_flags_that_do_not_go_together_are_explained(tmp_path: Path, config: DeviceConfig) -> None:
     words = [
         "--engine",
@@ -189,6 +206,16 @@ def test_flags_that_do_not_go_together_are_explained(tmp_path: Path, config: Dev
     ]
     with pytest.raises(UsageError, match="not allowed with"):
         parser().parse_args([*words, "--infer"])
+    for more, said in (
+        (["--data", "x"], "--data has no part in --preview"),
+        (["--once"], "--once has no part in --preview"),
+        (["-o", ""], "should be a path, found ''"),
+        (["--kappa-floor", "9"], "the package does not fit this device's settings"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            edge_run(parser().parse_args([*words[:-1], str(pictures(config)[0]), *more]), {}, tmp_path)
+    with pytest.raises(UsageError, match="--server has no part in --releases"):
+        edge_run(parser().parse_args(["--releases", "--state", "s", "--server", "wss://x"]), {}, tmp_path)
     with pytest.raises(UsageError, match="table or as json"):
         edge_run(parser().parse_args([*words, "--format", "csv"]), {}, tmp_path)
     with pytest.raises(UsageError, match="state is not set"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,12 @@ def test_figures_compare_with_a_flat_colour() -> None:
     assert perfect.words == "almost the picture itself"
     mean = YOURS.mean(axis=(0, 1)).astype(np.float32) / 255
     flat = make_pair("a.png", YOURS, CODES, lambda codes: np.broadcast_to(mean, YOURS.shape))
-    assert flat.psnr_db == pytest.approx(flat.flat_psnr_db, abs=1e-4) and flat.words == "hardly anything"
+    assert (
+        flat.psnr_db == pytest.approx(flat.flat_psnr_db, abs=1e-4)
+        and flat.words == "no more alike than one flat colour"
+    )
+    assert replace(flat, ssim=0.2, flat_ssim=0.1).words == "less than 0.25, the aim of the threat model"
+    assert replace(flat, ssim=0.3, flat_ssim=0.1).words == "shapes and colours"
     assert flat.flat_psnr_db == pytest.approx(perfect.flat_psnr_db)
 
 

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
+from contract.image_folder import scan
+from contract.leakage import Row, Settings, to_bytes
+from contract.manifest import from_bytes
 from server_runtime.leakage import cli as leakage_cli
-from server_runtime.leakage import table as leakage_table
 from server_runtime.leakage.cli import main
+from server_runtime.leakage.profiler import curve_of
+from server_runtime.leakage.public import digest_of
 from server_runtime.leakage.table import Table, kept_path, read_table
+from tests import leakage_table
 
 pytest.importorskip("piq", reason="SSIM and FSIM come from piq: install the extra attack")
 
@@ -91,7 +96,7 @@ def test_a_run_that_was_stopped_goes_on_and_ends_alike(
     assert profile(exports, whole) == 0
     keep = leakage_cli.keep_rows
 
-    def keep_and_stop(output: Path, settings: leakage_table.Settings, rows: list[leakage_table.Row]) -> None:
+    def keep_and_stop(output: Path, settings: Settings, rows: list[Row]) -> None:
         keep(output, settings, rows)
         if len(rows) == 2:
             raise KeyboardInterrupt
@@ -168,6 +173,64 @@ def test_bad_folders_are_explained(exports: Path, tmp_path: Path, capsys: pytest
     few = exports / "device-a" / "test" / "north"
     assert main(["--package", front, "--public", str(few), "-o", output]) == 5
     assert "takes 20" in capsys.readouterr().err
+
+
+def sound_table(exports: Path) -> Table:
+    manifest = from_bytes((exports / "front" / "manifest.json").read_bytes())
+    table = leakage_table.leakage_table(manifest)
+    curve = tuple(curve_of(table.rows, table.rows[0].split))
+    settings = dataclasses.replace(
+        table.settings, alpha=manifest.transforms.alpha, public_digest=digest_of(scan(exports / "public", None))
+    )
+    return dataclasses.replace(table, curve=curve, settings=settings)
+
+
+def test_a_table_is_checked_and_what_was_checked_is_said(
+    exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, path = sound_table(exports), tmp_path / "leakage.json"
+    path.write_bytes(to_bytes(table))
+    against = ["--package", str(exports / "front"), "--public", str(exports / "public")]
+    assert main(["--check", str(path)]) == 0
+    assert "not checked: which package" in capsys.readouterr().out
+    assert main(["--check", str(path), *against]) == 0
+    said = capsys.readouterr().out
+    for each in ("completeness: 3 rows", "as they follow from the rows", "weight noise are those of", "public images:"):
+        assert each in said
+    higher = (dataclasses.replace(table.curve[0], psnr_db=30.0), *table.curve[1:])
+    for harm, words, expected in (
+        ({"curve": higher}, [], "does not follow from its rows"),
+        ({"curve": table.curve[::-1]}, [], "the noise should rise"),
+        ({"least_noise": (dataclasses.replace(table.least_noise[0], strength=0.5),)}, [], "the least noise of split"),
+        ({"settings": dataclasses.replace(table.settings, package_digest="0" * 64)}, against, "is of a package"),
+        ({"settings": dataclasses.replace(table.settings, public_digest="0" * 64)}, against, "other images"),
+        ({"model": "vit_base_patch16_224"}, against, "model should be"),
+    ):
+        path.write_bytes(to_bytes(dataclasses.replace(table, **harm)))  # type: ignore[arg-type]
+        assert main(["--check", str(path), *words]) == 4
+        assert expected in capsys.readouterr().err
+    assert main(["--check", str(path), "--noise", "0"]) == 2
+    assert "--noise has no part in --check FILE" in capsys.readouterr().err
+    assert main(["--check", str(tmp_path / "none")]) == 2
+
+
+def test_flags_and_folders_are_checked_without_an_attack(
+    exports: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front, public = str(exports / "front"), str(exports / "public")
+    assert main(["--check", "--attack", "ridge"]) == 0
+    assert capsys.readouterr().out == "flags: attacks ridge can make a table\n"
+    assert main(["--package", front, "--public", public, "-o", str(tmp_path / "t.json"), "--check"]) == 0
+    assert capsys.readouterr().out.count("\n") == 4 and not (tmp_path / "t.json").exists()
+    for words, said in (
+        (["--attack", "averaging"], "a table is of images"),
+        (["--package", public], "is no package"),
+        (["-o", "/proc/t.json"], "cannot be written"),
+    ):
+        assert main(["--check", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["--package", front, "--public", public]) == 2
+    assert "--output is missing" in capsys.readouterr().err
 
 
 def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:

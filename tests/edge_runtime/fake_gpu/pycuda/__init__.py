@@ -1,0 +1,1 @@
+"""A CUDA layer that is not there, for tests: see `driver`."""
