@@ -156,6 +156,33 @@ ASK_KINDS: Mapping[str, AskRule] = {
     "batch_loss": AskRule({"after": int, "batch": int}, {"values": TensorRule(np.float32, ("B", "C"))}),
     "settle": AskRule({"step": int, "after": int, "base": int, "batch": int, "rate": float}, CUT_GRADIENT),
     "upload_part": AskRule({"after": int}, {}),
+    # P3SL: which split a device chooses by its own tables, from the noise `sigma` that each split would have and what
+    # leaks at it, `leakage` (FSIM) by split and strength of noise; the layers that it lacks for the split, at whatever
+    # step it stands; forward with Laplace noise of that standard deviation; a rest, of which it comes back by itself.
+    "choose_split": AskRule(
+        {"rule": str, "round": int},
+        {
+            "splits": TensorRule(np.uint16, ("S",)),
+            "sigma": TensorRule(np.float32, ("S",)),
+            "strengths": TensorRule(np.float32, ("G",)),
+            "leakage": TensorRule(np.float32, ("S", "G")),
+        },
+    ),
+    "take_turn": AskRule({"step": int, "after": int, "base": int, "cut": int}, None),
+    "noisy_forward": AskRule(
+        {
+            "after": int,
+            "batch": int,
+            "epoch": int,
+            "place": int,
+            "size": int,
+            "seed": int,
+            "rate": float,
+            "sigma": float,
+        },
+        CUT_GRADIENT,
+    ),
+    "sleep": AskRule({"wake_s": float}, {}),
     # Of a part with a projection head: who is there for a round; the class prototypes towards which it is pulled with a
     # strength from now on; those of its own images since it was loaded.
     "attend": AskRule({"epoch": int}, {}),
@@ -452,6 +479,20 @@ class Settled:
         _require_count(self, "samples")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Device: the split that I choose for now; 0: of those that were offered I accept none."""
+
+    TYPE: ClassVar[str] = "choice"
+
+    ask: str
+    split: int
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "split")
+
+
 @dataclass(frozen=True, eq=False)
 class Activations:
     """Device: the client part's output on B images, n values each, as the cut has them; `batch` of a prediction's
@@ -604,7 +645,7 @@ class Bye:
 
 Message = (
     Hello | Challenge | Proof | Welcome | Refuse
-    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update
+    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Choice | Activations | Update
     | PatchFeatures | Prototypes | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
@@ -614,7 +655,7 @@ MESSAGES: Mapping[str, type[Message]] = {
     for message in (
         *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
         # the work: numbered, acknowledged
-        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update),
+        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Choice, Activations, Update),
         *(PatchFeatures, Prototypes, Chunk),
         *(Heartbeat, Bye),
     )

@@ -79,8 +79,8 @@ _HANDSHAKE = (
 )
 _WORK = {
     Role.DEVICE: (
-        *("features", "gradient", "checkpoints", "settled", "activations", "update", "patch_features", "prototypes"),
-        *("chunk", "heartbeat"),
+        *("features", "gradient", "checkpoints", "settled", "choice", "activations", "update"),
+        *("patch_features", "prototypes", "chunk", "heartbeat"),
     ),
     Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
 }

@@ -85,13 +85,16 @@ class Client:
         on_tick: Callable[[], None] = lambda: None,
         limits: ClientLimits | None = None,
         marks: LineMarks | None = None,
+        on_rest: Callable[[bool], None] = lambda begins: None,
     ) -> None:
-        """`on_tick` is called a few times a second while connected: to read meters and draw bars."""
+        """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
+        beginning and the end of a rest that the server gave this device."""
         self.traffic = Traffic()
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
-        self._on_tick = on_tick
+        self._on_tick, self._on_rest = on_tick, on_rest
+        self._rest_s: float | None = None
         self._wake = asyncio.Event()
         self._connected = False
         self._replaced = 0
@@ -123,6 +126,9 @@ class Client:
                 return final(self._conduct.outcome)
             if stop.is_set():
                 return Outcome("stopped", True)
+            if self._rest_s is not None:
+                await self._rest(stop)
+                continue
             self._note_replaced(failure, lasted_s, progressed)
             told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
             if once:
@@ -134,6 +140,15 @@ class Client:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
+
+    async def _rest(self, stop: asyncio.Event) -> None:
+        """Stay away for as long as the server can do without this device."""
+        rest_s, self._rest_s = self._rest_s or 0.0, None
+        self._say(f"not needed for {rest_s:.0f} s: disconnected until then")
+        self._on_rest(True)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), rest_s)
+        self._on_rest(False)
 
     def _is_worth_another_try(self, error: RefusedError | RemoteProtocolError) -> bool:
         """Whether coming back may help: the server says so, or a message was broken, perhaps by accident."""
@@ -256,6 +271,10 @@ class Client:
             except ProtocolError as error:
                 raise PeerLost(error.cause) from error
             await self._flush(socket)
+            self._rest_s = self._conduct.take_rest()
+            if self._rest_s is not None:
+                await self._say_goodbye(socket, "sleeping")
+                return
             if self._conduct.outcome is not None or stop.is_set():
                 await self._say_goodbye(socket, "stopped" if stop.is_set() else "done")
                 return

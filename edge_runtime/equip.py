@@ -158,9 +158,8 @@ def equip_state(
             stages,
             around,
             ledger,
-            config.max_patch_share,
+            config,
             say,
-            config.noise == "fresh",
         )
     else:
         opened = open_chosen(

@@ -127,7 +127,13 @@ async def converse(
                 stages.end("upload")
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
-        client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks)
+
+        def on_rest(begins: bool) -> None:
+            (stages.begin if begins else stages.end)("sleep")
+
+        client = Client(
+            endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest
+        )
         try:
             outcome = await client.run(signals.asked, once)
         finally:

@@ -19,6 +19,7 @@ from contract.messages import (
     Activations,
     Bye,
     Checkpoints,
+    Choice,
     Features,
     Gradient,
     Heartbeat,
@@ -39,7 +40,7 @@ from .store import Store
 
 T = TypeVar("T")
 # A device makes them again by ask id.
-REPLAYABLE = (Gradient, Checkpoints, Settled, Activations, Update, PatchFeatures, Prototypes)
+REPLAYABLE = (Gradient, Checkpoints, Settled, Choice, Activations, Update, PatchFeatures, Prototypes)
 _POLICY, _REPLACED = 1008, 4000  # close codes: RFC 6455 7.4.1, and one of ours
 
 

@@ -15,10 +15,13 @@ from typing import Any
 from contract.canonical import INT_MAX
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
+from contract.leakage import Table
 from contract.manifest import TransformRules
 from contract.training import HOLDS, OWN_HEADS, TrainingCut, TrainingPlan
 
 from . import strategies
+from .belongs import NOISY
+from .noise_table import first_table
 from .schedule import SCHEDULES
 from .similarity import read_threshold
 
@@ -98,8 +101,15 @@ FIELDS = (
         "each: every device trains with a copy of its own of the server's half, and the copies are averaged (SplitFed "
         "V1); one: devices train one after another with the same half (V2)",
     ),  # fmt: skip
+    Field("sigma", str, "auto", "noise at the cut: table (P3SL's, by split), a standard deviation; auto: p3sl's table"),
+    Field("fsim_threshold", float, 0.0, "p3sl: T_FSIM, at which pictures tell nothing; 0: the leakage table's own"),
+    Field("aggregate_every", int, 5, "p3sl: R, epochs from one aggregation to the next"),
+    Field("average_by", str, "devices", "p3sl: what counts alike where parts are averaged: devices, or images"),
+    Field("reference_accuracy", float, 0.0, "p3sl: A_ref, noise-free accuracy on --public; 0: no floor of accuracy"),
+    Field("accuracy_loss", float, 0.05, "p3sl: beta, share of A_ref that noise may cost before it is lowered"),
+    Field("sleep_least_s", float, 10.0, "p3sl: shortest rest for which a device is told to sleep; 0: never"),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
-    Field("public", Path, None, "the server's own public images; server-run does not read them"),
+    Field("public", Path, None, "p3sl: the server's own images, one folder per class, to judge the model by"),
 )
 
 SERVER_COPIES = ("each", "one")
@@ -107,9 +117,11 @@ SERVER_COPIES = ("each", "one")
 _MOST = {
     "epochs": 1_000_000, "augmentations": 100_000, "seed": INT_MAX, "threads": 1024, "batch": 1 << 16,
     "local_epochs": 1_000_000, "quorum": 1_000_000, "alone": 1_000_000, "server_epochs": 1_000_000,
-    "store_mb": 1 << 24, "store_rounds": 1_000_000, "warmup": 1_000_000,
+    "store_mb": 1 << 24, "aggregate_every": 1_000_000, "store_rounds": 1_000_000, "warmup": 1_000_000,
 }  # fmt: skip
 _LEAST = {"augmentations": 0, "seed": 0, "warmup": 0, "quorum": 0, "alone": 0, "store_rounds": 0}  # of others 1
+JUDGING = ("p3sl",)  # which judge the model by the operator's images
+AVERAGE_BY = ("devices", "images")
 
 
 @dataclass(frozen=True)
@@ -145,12 +157,20 @@ class Plan:
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5
     server_copies: str = "each"
+    sigma: str = "auto"
+    fsim_threshold: float = 0.0
+    aggregate_every: int = 5
+    average_by: str = "devices"
+    reference_accuracy: float = 0.0
+    accuracy_loss: float = 0.05
+    sleep_least_s: float = 10.0
+    evaluation_sha256: str = ""  # of the images that judge the model
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
-        devices: Collection[str] = (),
+        devices: Collection[str] = (), leakage: Table | None = None,
     ) -> None:  # fmt: skip
-        """Refuse what cannot be trained with a package of these rules, or by these devices.
+        """Refuse what cannot be trained with a package of these rules and this leakage, or by these devices.
 
         Raises:
             ConfigError: naming the setting.
@@ -183,6 +203,29 @@ class Plan:
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
         self._check_prototypes()
+        self._check_noise()
+        if training is not None and self.strategy in NOISY:
+            splits = [cut.index for cut in training.cuts if cut.loss == "none"]
+            wanted = "table" if self.strategy == "p3sl" and self.sigma == "auto" else parse_sigma(self.sigma)
+            first_table(wanted, splits, leakage, self.fsim_threshold)
+
+    def _check_noise(self) -> None:
+        parse_sigma(self.sigma)
+        if not 0 <= self.fsim_threshold <= 1:
+            raise _wrong("fsim_threshold", "0 to 1", self.fsim_threshold)
+        if self.average_by not in AVERAGE_BY:
+            hint = suggest(self.average_by, AVERAGE_BY)
+            raise _wrong("average_by", f"one of {', '.join(AVERAGE_BY)}", self.average_by, hint)
+        for name in ("reference_accuracy", "accuracy_loss"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise _wrong(name, "a share from 0 to 1", getattr(self, name))
+        if self.reference_accuracy and not self.evaluation_sha256:
+            raise ConfigError(
+                "reference_accuracy is a floor of accuracy, and there are no images to judge the model by",
+                "give --public DIR with one folder for each of the site's classes",
+            )
+        if not 0 <= self.sleep_least_s < math.inf:
+            raise _wrong("sleep_least_s", "0 or more", self.sleep_least_s)
 
     def _check_prototypes(self) -> None:
         for name in ("prototype_strength", "prototype_shift"):
@@ -259,6 +302,23 @@ def parse_cuts(text: str) -> tuple[int | None, dict[str, int]]:
         else:
             default = int(number)
     return default, own
+
+
+def parse_sigma(text: str) -> float | str:
+    """`auto`, `table`, or a standard deviation.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text in ("auto", "table"):
+        return text
+    try:
+        sigma = float(text)
+    except ValueError:
+        sigma = math.nan
+    if not 0 <= sigma < math.inf:
+        raise _wrong("sigma", "auto, table, or a standard deviation of 0 or more", text)
+    return sigma
 
 
 def cut_of(training: TrainingPlan, index: int | None) -> TrainingCut:

@@ -18,12 +18,13 @@ import torch
 from contract.cut_gradient import WireGradient, write_gradient
 from contract.epoch_order import batch_edges
 from contract.errors import TrainingError
-from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
+from contract.messages import Activations, Choice, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
 from contract.training import TrainingCut
 
 from .aggregation import check_part, is_finite, is_usable, weighted_mean
 from .backend import new_head
-from .plan import cut_of, parse_cuts
+from .noise_table import first_table, offer_of
+from .plan import cut_of, parse_cuts, parse_sigma
 from .schedule import Schedule
 from .split_model import OwnLoss, Pass, Shipped, SplitModel, own_loss
 from .split_replies import Wanted, answer, check_activations, check_values
@@ -41,6 +42,10 @@ Parameters = Mapping[str, float | int | str]
 NOTHING: Parameters = {}
 T = TypeVar("T")
 Talk = Generator[Ask | Record | Progress, Replies | bool, T]  # a part of a strategy's run that gives T
+
+
+class PassedOver(Exception):
+    """A device that was asked is away; its turn goes to the next one."""
 
 
 @dataclass
@@ -86,7 +91,7 @@ class Rounds:
         """`cut` is every device's where the strategy fixes it, else the operator chooses.
 
         Raises:
-            ConfigError: a cut is chosen that the package has not.
+            ConfigError: a cut is chosen that the package has not, or noise of a leakage table that is not there.
         """
         self.site, self.settings, self._plan = site, settings, shipped.plan
         default, own = parse_cuts(settings.cuts)
@@ -98,6 +103,9 @@ class Rounds:
             head = new_head(shipped.width, site.classes, settings.seed, site.name, shipped.device)
         self.w = SplitModel(shipped, head)
         self.schedule = Schedule(settings.schedule, settings.learning_rate, settings.warmup, settings.epochs)
+        splits, wanted = [each.index for each in shipped.plan.cuts if each.loss == "none"], parse_sigma(settings.sigma)
+        self.noise, self.privacy = first_table(wanted, splits, shipped.leakage, settings.fsim_threshold)
+        self.passes_over = False  # whether a device that is away is passed over; else it is waited for
         self.epoch = 0  # epochs that are over
         self.place = 0  # batches of the round or turn that are over
         self._is_shipped = True  # W's client layers are still those of the package
@@ -121,6 +129,24 @@ class Rounds:
             return links
         drawn = np.random.default_rng([self.settings.seed, self.epoch, 1]).permutation(len(links))[:count]
         return [links[place] for place in sorted(drawn)]
+
+    def splits(self) -> dict[str, Metric]:
+        """Each device's split, its noise, and what leaks with and without (None: unknown), for a record."""
+        values: dict[str, Metric] = {}
+        shown: list[float | None] = []
+        for device, link in self.links.items():
+            split, privacy = link.cut.index, self.privacy
+            if privacy is None or split not in privacy.splits:
+                sigma = None if self.noise is None or privacy is not None else self.noise.of(split)
+                values |= {f"split/{device}": split, f"sigma/{device}": sigma}
+                shown.append(None)
+                continue
+            sigma = 0.0 if self.noise is None else self.noise.of(split)
+            shown.append(privacy.at(split, sigma))
+            values |= {f"split/{device}": split, f"sigma/{device}": sigma}
+            values |= {f"fsim_clean/{device}": privacy.at(split, 0.0), f"fsim/{device}": shown[-1]}
+        known = [each for each in shown if each is not None]
+        return values | {"fsim_total": sum(known) if len(known) == len(shown) else None}
 
     def count_usable(self) -> None:
         """A device gave something that this round can use."""
@@ -168,6 +194,30 @@ class Rounds:
                 yield from self.settle()
                 yield Record({})
 
+    def choose(self, links: Sequence[Link], rule: str, quorum: int | None = None) -> Talk[dict[str, TrainingCut]]:
+        """The splits that devices choose by their own tables, for the noise that each would have.
+
+        Raises:
+            TrainingError: a device accepts none, or one that was not offered.
+        """
+        numbers: Parameters = {"rule": rule, "round": self.epoch + 1}
+        offer = offer_of(self.noise, self.privacy, [cut.index for cut in self._plan.cuts if cut.loss == "none"])
+        replies = yield from self.ask(
+            "choose_split", {each.device: offer for each in links}, {}, numbers, quorum=quorum
+        )
+        chosen = {}
+        for device in replies:
+            split = answer(Choice, replies, device).split
+            if split == 0:
+                raise TrainingError(
+                    f"infeasible: {device} accepts none of the splits under the noise that they have",
+                    "look at the device's log: its power cap, its sigma_floor or its energy table rules them out",
+                )
+            if split not in offer["splits"]:
+                raise TrainingError(f"{device}: split {split} was not offered", "update the device's software")
+            chosen[device] = cut_of(self._plan, split)
+        return chosen
+
     def settle(self) -> Talk[None]:
         """Every device that has an open batch applies its gradient and is durable."""
         links = [link for link in self.links.values() if link.batch > 0]
@@ -178,6 +228,10 @@ class Rounds:
         for link in links:
             answer(Settled, replies, link.device)
             link.batch, link.gradient = 0, None
+
+    def pass_over(self, link: Link) -> None:
+        """A device went away in its turn: what it did not settle is gone."""
+        link.batch, link.gradient, self.place = 0, None, 0
 
     def hand_out(self) -> Talk[None]:
         """Give every device the client part of the finished W, so that it predicts with what was trained."""
@@ -238,13 +292,19 @@ class Rounds:
         """Ask, and count the tensors' bytes both ways.
 
         The name says where training is, so that after a stop, or a step back, it never stands for two questions.
+
+        Raises:
+            PassedOver: a device is away, where such are passed over.
         """
         self._step += moves
-        self._count += kind in ("forward", "local_round")
+        self._count += kind in _COUNTED
+        quorum = 0 if self.passes_over and quorum is None else quorum
         name = f"{kind.partition('_')[0]}-{self._count}-{self._step}"
         replies = yield Ask(name, kind, tensors, common, self._step if moves else None, quorum, own)
         assert not isinstance(replies, bool)
         self._count_bytes(tensors, replies)
+        if quorum == 0 and replies.keys() != tensors.keys():
+            raise PassedOver
         return replies
 
     def _count_bytes(self, asked: Mapping[str, Tensors], replies: Replies) -> None:
@@ -300,10 +360,17 @@ class Rounds:
     def _forward(self, links: Sequence[Link], rows: Mapping[str, int], rate: float) -> Talk[dict[str, Activations]]:
         self.tally.lr = rate
         s = self.settings
-        own = {link.device: {"batch": link.batch, "rate": link.rate if link.batch else rate} for link in links}
+        own: dict[str, dict[str, float | int | str]] = {
+            link.device: {"batch": link.batch, "rate": link.rate if link.batch else rate} for link in links
+        }
         common = {"epoch": self.epoch + 1, "place": self.place, "size": s.batch, "seed": s.seed}
         tensors = {link.device: _sent(link) for link in links}
-        replies = yield from self.ask("forward", tensors, own, common)
+        kind = "forward"
+        if self.noise is not None:
+            kind = "noisy_forward"
+            for link in links:
+                own[link.device]["sigma"] = self.noise.of(link.cut.index)
+        replies = yield from self.ask(kind, tensors, own, common)
         answers = {}
         for link in links:
             link.batch, link.rate = link.batch + 1, rate
@@ -415,6 +482,7 @@ class Rounds:
         return self.w.predict_part(cut, values)
 
 
+_COUNTED = ("forward", "noisy_forward", "local_round", "choose_split")
 _COUNTERS = ("epoch", "place", "_is_shipped", "_step", "_count", "_usable", "_void_rounds", "_first_loss")
 
 
