@@ -83,7 +83,7 @@ METHODS: Mapping[str, Method] = {
 COMPARED = (
     "eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-silent", "eeft-alpha3", "fedmtl", "masking",
 )  # fmt: skip
-VARIANTS = ("eeft-alone", "eeft-silent", "eeft-alpha3")  # of EEFT, which a quick reproduction leaves out
+VARIANTS = ("eeft-alone", "eeft-alpha3")  # of EEFT, which a quick reproduction leaves out
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 
 
