@@ -47,6 +47,7 @@ class FieldLimits:
     features: int = 32
     nonce_bytes: int = 32
     signature_bytes: int = 64
+    public_key_bytes: int = 32
     credit: int = 1024
     checkpoints: int = 8
     classes: int = 4096  # with prototypes of their own in one message
@@ -156,6 +157,33 @@ ASK_KINDS: Mapping[str, AskRule] = {
     "batch_loss": AskRule({"after": int, "batch": int}, {"values": TensorRule(np.float32, ("B", "C"))}),
     "settle": AskRule({"step": int, "after": int, "base": int, "batch": int, "rate": float}, CUT_GRADIENT),
     "upload_part": AskRule({"after": int}, {}),
+    # P3SL: which split a device chooses by its own tables, from the noise `sigma` that each split would have and what
+    # leaks at it, `leakage` (FSIM) by split and strength of noise; the layers that it lacks for the split, at whatever
+    # step it stands; forward with Laplace noise of that standard deviation; a rest, of which it comes back by itself.
+    "choose_split": AskRule(
+        {"rule": str, "round": int},
+        {
+            "splits": TensorRule(np.uint16, ("S",)),
+            "sigma": TensorRule(np.float32, ("S",)),
+            "strengths": TensorRule(np.float32, ("G",)),
+            "leakage": TensorRule(np.float32, ("S", "G")),
+        },
+    ),
+    "take_turn": AskRule({"step": int, "after": int, "base": int, "cut": int}, None),
+    "noisy_forward": AskRule(
+        {
+            "after": int,
+            "batch": int,
+            "epoch": int,
+            "place": int,
+            "size": int,
+            "seed": int,
+            "rate": float,
+            "sigma": float,
+        },
+        CUT_GRADIENT,
+    ),
+    "sleep": AskRule({"wake_s": float}, {}),
     # Of a part with a projection head: who is there for a round; the class prototypes towards which it is pulled with a
     # strength from now on; those of its own images since it was loaded.
     "attend": AskRule({"epoch": int}, {}),
@@ -272,6 +300,53 @@ class Proof:
     def __post_init__(self) -> None:
         valid = len(self.signature) == LIMITS.signature_bytes
         _require(self, "signature", valid, f"{LIMITS.signature_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class Enrol:
+    """Device: let this be my key (32 raw bytes of Ed25519) from now on; the key `by` vouches for it, which is that of a
+    one-time claim, or the one that I have had until now."""
+
+    TYPE: ClassVar[str] = "enrol"
+
+    device: str
+    by: str
+    public_key: bytes
+
+    def __post_init__(self) -> None:
+        _require_name(self, "device")
+        _require(self, "by", _KEY_ID.fullmatch(self.by) is not None, "16 hex digits")
+        valid = len(self.public_key) == LIMITS.public_key_bytes
+        _require(self, "public_key", valid, f"{LIMITS.public_key_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class Vouch:
+    """Device: signatures over `contract.signature.enrol_payload`, by the key that vouches and by the new key itself."""
+
+    TYPE: ClassVar[str] = "vouch"
+
+    signature: bytes
+    own_signature: bytes
+
+    def __post_init__(self) -> None:
+        for name in ("signature", "own_signature"):
+            valid = len(getattr(self, name)) == LIMITS.signature_bytes
+            _require(self, name, valid, f"{LIMITS.signature_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """Server: this key is yours from now on, at this site; connect anew with it."""
+
+    TYPE: ClassVar[str] = "enrolled"
+
+    site: str
+    key_id: str
+
+    def __post_init__(self) -> None:
+        _require_name(self, "site")
+        _require(self, "key_id", _KEY_ID.fullmatch(self.key_id) is not None, "16 hex digits")
 
 
 @dataclass(frozen=True)
@@ -452,6 +527,20 @@ class Settled:
         _require_count(self, "samples")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Device: the split that I choose for now; 0: of those that were offered I accept none."""
+
+    TYPE: ClassVar[str] = "choice"
+
+    ask: str
+    split: int
+
+    def __post_init__(self) -> None:
+        _require_name(self, "ask")
+        _require_count(self, "split")
+
+
 @dataclass(frozen=True, eq=False)
 class Activations:
     """Device: the client part's output on B images, n values each, as the cut has them; `batch` of a prediction's
@@ -496,7 +585,7 @@ class Update:
         _require_count(self, "count")
         _require(self, "mean_loss", abs(self.mean_loss) < float("inf"), "a finite loss")
         _require(self, "correct", 0 <= self.correct <= self.count, f"0 to {self.count}")
-        _require_parameters(self.TYPE, self.tensors)
+        _require_parameters(self.TYPE, self.tensors, finite=False)  # the server's gates leave it out, and say why
 
 
 @dataclass(frozen=True, eq=False)
@@ -603,8 +692,8 @@ class Bye:
 
 
 Message = (
-    Hello | Challenge | Proof | Welcome | Refuse
-    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Activations | Update
+    Hello | Challenge | Proof | Welcome | Refuse | Enrol | Vouch | Enrolled
+    | Ask | Features | Scores | Gradient | Checkpoints | Settled | Choice | Activations | Update
     | PatchFeatures | Prototypes | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
@@ -612,9 +701,9 @@ Message = (
 MESSAGES: Mapping[str, type[Message]] = {
     message.TYPE: message
     for message in (
-        *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
+        *(Hello, Challenge, Proof, Welcome, Refuse, Enrol, Vouch, Enrolled),  # the handshake
         # the work: numbered, acknowledged
-        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Activations, Update),
+        *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Choice, Activations, Update),
         *(PatchFeatures, Prototypes, Chunk),
         *(Heartbeat, Bye),
     )
@@ -690,7 +779,10 @@ def _require_tensors(where: str, tensors: Mapping[str, Array], rules: Mapping[st
 
 
 def _require_parameters(
-    where: str, tensors: Mapping[str, Array], types: tuple[type[np.generic], ...] = (np.float32,)
+    where: str,
+    tensors: Mapping[str, Array],
+    types: tuple[type[np.generic], ...] = (np.float32,),
+    finite: bool = True,
 ) -> None:
     for name, array in tensors.items():
         named = 0 < len(name) <= LIMITS.tensor_characters and _TENSOR.fullmatch(name) is not None
@@ -700,7 +792,8 @@ def _require_parameters(
             shape = "x".join(map(str, array.shape))
             kinds = " or ".join(str(np.dtype(each)) for each in types)
             raise _broken(f"{where}: tensor {name}", f"{kinds} of one value or more", f"{array.dtype} {shape}")
-        _require_finite(where, name, array)
+        if finite:
+            _require_finite(where, name, array)
 
 
 def _require_finite(where: str, name: str, array: Array) -> None:

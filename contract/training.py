@@ -37,6 +37,9 @@ HOLDS: Mapping[str, Holds] = {
     "sequential_split": "parts",
     "parallel_split": "parts",
     "split_fed": "parts",
+    "p3sl": "parts",
+    "asl": "parts",
+    "ares": "parts",
     "prototypes": "parts",
     "centralised": "parts",
     "fed_avg": "whole",
@@ -50,6 +53,8 @@ HOLDS: Mapping[str, Holds] = {
 }
 RELEASED: tuple[Holds, ...] = ("whole", "body", "modules")
 OWN_HEADS: tuple[Holds, ...] = ("body", "modules")  # devices need not have the same classes
+CHOOSING = ("p3sl", "asl", "ares")  # whose devices choose their splits: their packages hold many
+SPLITS_MOST = 10  # s_max of P3SL, where nobody says which
 MASKED = ("eft_vit",)  # whose packages also hold the first layers as a part, and leave out patches in training
 _OPTIONAL = ("prototypes",)
 _CURE = "get the package again from its publisher; if it fails again, export it anew with this version of Cutlayer"

@@ -32,7 +32,7 @@ from edge_runtime.spool import Spool
 from edge_runtime.terms import Terms, check_ask, check_welcome, refusal
 from edge_runtime.unanswered import Unanswered
 
-AUTH_CODES = ("unknown-device", "wrong-key")
+AUTH_CODES = ("unknown-device", "wrong-key", "not-enrolled", "revoked", "claim")
 FINAL_REASONS = ("collected", "done")  # what a server says when it needs this device no longer
 
 
@@ -80,6 +80,7 @@ class Conduct:
         self._sent = 0
         self._connections = 0
         self._working_on: str | None = None
+        self._rest_s: float | None = None  # told by the newest ask, if that was to sleep
         self._progressed = False
 
     @property
@@ -101,6 +102,14 @@ class Conduct:
     def acknowledged(self) -> int:
         """The last number of ours that the server has stored."""
         return self._spool.acknowledged
+
+    def take_rest(self) -> float | None:
+        """For how long the server can do without this device, once: when it has been told so and the answer is on its
+        way (one that is lost there goes out again after the rest)."""
+        if self._rest_s is None or self._working_on is not None or not self.is_all_sent:
+            return None
+        rest_s, self._rest_s = self._rest_s, None
+        return rest_s
 
     def take_progress(self) -> bool:
         """Whether an acknowledgement, an ask or scores have come since this was asked last."""
@@ -165,6 +174,7 @@ class Conduct:
                 if self._purpose == "infer":  # its answers would show labels of images that are only to be predicted
                     raise refusal(f"ask {message.ask}", "none while predicting", message.kind, "update the server")
                 check_ask(message, self._terms)
+                self._rest_s = float(message.parameters["wake_s"]) if message.kind == "sleep" else None
                 if message.ask != self._working_on:  # asked again on a new connection, while the work goes on
                     self._working_on = message.ask
                     return message

@@ -12,10 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from contract.leakage import LEAKAGE_NAME, of_package
+from contract.privacy_table import from_leakage
 from contract.training import PARAMETERS_NAME, TrainingCut, TrainingPlan
+from edge_runtime.choose_split import SplitCost
+from edge_runtime.config import DeviceConfig
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.head import Head
 from edge_runtime.install import Installed
+from edge_runtime.own_choice import OwnChoice, Spent, read_costs
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
 from edge_runtime.part_ledger import PartLedger
@@ -28,8 +33,10 @@ from edge_runtime.round_keeper import RoundKeeper, Shipped
 from edge_runtime.stages import Stages
 from edge_runtime.state import State
 from edge_runtime.terms import ROUND_ASKS, Terms
+from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.trainer import Trainer, TrainerSettings, open_trainer
 from edge_runtime.training_set import TrainingSet
+from edge_runtime.transforms.cut_noise import CutNoise
 from edge_runtime.worker import Counters, Surroundings
 
 
@@ -55,12 +62,13 @@ def equip_parts(
     stages: Stages,
     around: Surroundings,
     ledger: ReleaseLedger,
-    max_patch_share: float,
+    config: DeviceConfig,
     say: Callable[[str], None],
-    fresh: bool = False,
 ) -> tuple[PartWorker, Callable[[str], Head | None]]:
-    """The worker, and what gives the device's own head of a run once it predicted for it; `fresh` masks what is sent
-    anew each time, where patches are masked."""
+    """The worker, and what gives the device's own head of a run once it predicted for it.
+
+    Raises: ConfigError for an energy table that is none of this package's.
+    """
     image, counters = installed.manifest.image, Counters()
 
     def picture(sample: Sample) -> NDArray[np.uint8]:
@@ -77,12 +85,42 @@ def equip_parts(
     classes = len(dataset.classes)
     images = TrainingSet(dataset.samples, classes, image, plan.augment, PictureCache(picture), secret)
     head = PartHead(classes, secret, plan.optimiser) if terms.label_mode == "client-head" else None
-    accounts = PartLedger(ledger, installed.digest.hex(), (image.height, image.width), max_patch_share)
+    fresh, floor = config.noise == "fresh", config.wishes.sigma_floor
+    noise = CutNoise(secret, installed.digest, fresh, floor)
+    size = (image.height, image.width)
+    accounts = PartLedger(ledger, installed.digest.hex(), size, config.max_patch_share, floor)
     rules, store = PartRules(plan, terms.label_mode, wire_labels), PartStore(state.parts, say)
     if plan.strategy in ROUND_ASKS:
         shipped = read_shipped(installed.folder)
         keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh, accounts.release)
     else:
-        keeper = PartKeeper(rules, images, open_cut, head, store, tick, accounts.release)
+        choice = open_choice(installed, plan, config, stages, counters, say)
+        keeper = PartKeeper(rules, images, open_cut, head, store, tick, accounts.release, noise, choice.answer)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()
+
+
+def open_choice(
+    installed: Installed,
+    plan: TrainingPlan,
+    config: DeviceConfig,
+    stages: Stages,
+    counters: Counters,
+    say: Callable[[str], None],
+) -> OwnChoice:
+    """What chooses this device's split, by its own energy table. Raises: ConfigError; PackageError."""
+    costs: tuple[SplitCost, ...] = ()
+    if config.energy_table is not None:
+        costs = read_costs(config.energy_table, installed.manifest.model, installed.digest.hex())
+    watch = SlowdownWatch()
+
+    def spent() -> Spent:
+        train = stages.costs().get("train")
+        slowed = frozenset(flag.name for flag in watch.flags())
+        return Spent(0.0 if train is None else train.energy_j, counters.images, slowed)
+
+    signed = None
+    if any(file.name == LEAKAGE_NAME for file in installed.manifest.files):
+        table = of_package((installed.folder / LEAKAGE_NAME).read_bytes(), installed.manifest)
+        signed = from_leakage(table, [cut.index for cut in plan.cuts]) if table.unit == "sigma" else None
+    return OwnChoice(costs, config.wishes, say, spent, signed)

@@ -11,6 +11,10 @@ Between two settled steps nothing is written: a device that is killed says at wh
 the server goes back with all devices to one of them. It keeps its newest step and those of the server's last two
 checkpoints (wire.md, resume rule).
 
+With noise at the cut (`noisy_forward`, P3SL) the server gets the noisy values, and its gradient with respect to them
+goes back through the clean ones. `take_turn` begins wherever the part stands, at the split that the device chose: it
+never asks the server to go back.
+
 In a local round the device trains the whole part by itself; where the head is its own, the head goes on from the round
 before and never leaves the device. Running graphs is left to `trainer`, what a batch consists
 of to `training_set`, whether the label mode allows an ask to `terms`.
@@ -19,7 +23,7 @@ of to `training_set`, whether the label mode allows an ask to `terms`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,13 +32,15 @@ from numpy.typing import NDArray
 
 from contract.cut_gradient import WireGradient, read_gradient
 from contract.errors import RemoteProtocolError, TrainingError
-from contract.messages import Activations, Ask, Checkpoints, Gradient, Message, Settled, Update
+from contract.messages import Activations, Ask, Checkpoints, Choice, Gradient, Message, Settled, Update
 from contract.training import TrainingCut, TrainingPlan
 from edge_runtime.head import BatchLoss
 from edge_runtime.part_head import PartHead, descend
 from edge_runtime.part_prototypes import PartPrototypes
 from edge_runtime.part_store import PartCheckpoint, PartStore
+from edge_runtime.part_turn import adapted_state
 from edge_runtime.training_set import Batch, TrainingSet
+from edge_runtime.transforms.cut_noise import CutNoise
 
 if TYPE_CHECKING:  # it loads onnxruntime, which a device that is idle or predicts from afar can do without
     from edge_runtime.trainer import Trainer
@@ -42,6 +48,7 @@ if TYPE_CHECKING:  # it loads onnxruntime, which a device that is idle or predic
 Floats: TypeAlias = NDArray[np.float32]
 START_ANEW = "start a new run on the server"
 LABELLED = ("raw-label", "permuted-label")
+BeforeRelease: TypeAlias = Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None, float], None]
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class _Sums:
         self.count += count
 
 
-def _unrecorded(sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None) -> None:
+def _unrecorded(sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float) -> None:
     """Where nothing leaves a machine: a simulated device."""
 
 
@@ -94,13 +101,16 @@ class PartKeeper:
         head: PartHead | None,
         store: PartStore,
         tick: Callable[[int], None],
-        before_release: Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None], None] = _unrecorded,
+        before_release: BeforeRelease = _unrecorded,
+        noise: CutNoise | None = None,
+        choose: Callable[[Ask], Choice] | None = None,
     ) -> None:
         """`head` is the device's own, in client-head mode; `tick` is told how many images were used, and may stop;
-        `before_release` is told whose activations are about to leave with which patches, and may refuse."""
+        `before_release` is told whose activations are about to leave with which patches under how much noise, and may
+        refuse; `choose` answers which split this device wants."""
         self._rules, self._images, self._open_trainer = rules, images, open_trainer
         self._head, self._store, self._tick = head, store, tick
-        self.before_release = before_release
+        self.before_release, self.noise, self._choose = before_release, noise, choose
         self._trainers: dict[int, Trainer] = {}
         self._place: _Place | None = None
         self._answered: tuple[tuple[object, ...], Message] | None = None
@@ -130,12 +140,16 @@ class PartKeeper:
             return self._load(ask, run)
         if ask.kind == "local_round":
             return self._train_round(ask, run, content)
-        if ask.kind == "attend":
+        if ask.kind in ("attend", "sleep"):
             return Settled(ask.ask, len(self._images))
+        if ask.kind == "choose_split" and self._choose is not None:
+            return self._choose(ask)
+        if ask.kind == "take_turn":
+            return self._take_turn(ask, run)
         place = self._reach(run, int(ask.parameters["after"]), int(ask.parameters.get("batch", 0)), ask.kind)
         if place is None:
             return Checkpoints(ask.ask, self._store.steps(run))
-        if ask.kind == "forward":
+        if ask.kind in ("forward", "noisy_forward"):
             return self._forward(ask, place)
         if ask.kind == "batch_loss":
             return self._batch_loss(ask, place)
@@ -166,7 +180,7 @@ class PartKeeper:
     def _fits(place: _Place, batch: int, kind: str) -> bool:
         if kind == "batch_loss":  # the loss of the very batch that waits
             return place.waiting is not None and place.batch == batch + 1
-        if kind in ("upload_part", "set_prototypes", "give_prototypes"):
+        if kind in ("take_turn", "upload_part", "set_prototypes", "give_prototypes"):
             return place.batch == 0
         return place.batch == batch and (batch == 0 or place.waiting is not None)
 
@@ -223,6 +237,31 @@ class PartKeeper:
         self._keep(ask, self._place)
         return Settled(ask.ask, len(self._images))
 
+    def _take_turn(self, ask: Ask, run: str) -> Settled:
+        """Stand at the ask's split with this device's own layers; those it lacks are the ask's, else the package's.
+
+        The part is the one at `after`, else the newest: what was not settled there is gone. A server that knows of no
+        step of this device's begins with the package's weights.
+        """
+        after, cut, step = int(ask.parameters["after"]), int(ask.parameters["cut"]), step_of(ask)
+        place = self._reach(run, after, 0, ask.kind)
+        newest = self._store.steps(run)[-1]
+        if place is None and after and newest:
+            place = self._restore(run, newest)
+        if place is None or place.cut != cut or ask.tensors:
+            held = {} if place is None else {name: each.copy() for name, each in self._held(place).items()}
+            self._trainers, self._place = {}, None
+            trainer = self._trainer(cut)
+            trainer.load_state(adapted_state(trainer.state(), held, ask))
+        if not after and self._head is not None:
+            self._head.begin(run)
+        self._place, self._sums = _Place(run, step, cut), _Sums()
+        self._keep(ask, self._place)
+        return Settled(ask.ask, len(self._images))
+
+    def _held(self, place: _Place) -> Mapping[str, NDArray[Any]]:
+        return self._trainer(place.cut).state()
+
     def _forward(self, ask: Ask, place: _Place) -> Message:
         trainer = self._trainer(place.cut)
         if place.batch > 0:
@@ -231,9 +270,13 @@ class PartKeeper:
         batch = self._images.batch(
             int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
         )
-        keep = self._images.kept_patches(batch.sample_ids, trainer.cut)
-        self.before_release(batch.sample_ids, trainer.cut, keep)
+        keep, sigma = self._images.kept_patches(batch.sample_ids, trainer.cut), sigma_of(ask)
+        self.before_release(batch.sample_ids, trainer.cut, keep, sigma)
         z = self._run_part(trainer, batch, keep)
+        if sigma > 0.0:
+            if self.noise is None:
+                raise RemoteProtocolError(f"ask {ask.ask}: this device has no noise for it", START_ANEW)
+            z = self.noise.add(z, batch.sample_ids, place.cut, sigma, ask.ask)
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)
@@ -406,6 +449,14 @@ def rate_of(ask: Ask) -> float:
     if not 0.0 <= rate < float("inf"):
         raise RemoteProtocolError(f"ask {ask.ask}: expected a learning rate of 0 or more, found {rate}", START_ANEW)
     return rate
+
+
+def sigma_of(ask: Ask) -> float:
+    """The deviation of the noise that an ask wants, 0 where it names none. Raises: RemoteProtocolError."""
+    sigma = float(ask.parameters.get("sigma", 0.0))
+    if not 0.0 <= sigma < float("inf"):
+        raise RemoteProtocolError(f"ask {ask.ask}: expected a sigma of 0 or more, found {sigma}", START_ANEW)
+    return sigma
 
 
 def gradient_of(ask: Ask, rows: int, size: int) -> Floats:

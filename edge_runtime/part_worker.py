@@ -71,10 +71,16 @@ class PartWorker:
 
         Raises: ConfigError when this device has no part of that run; DataError when the images may not leave.
         """
-        trainer = self._predictor(upload.run)
-        self._keeper.before_release([sample.sample_id for sample in self.samples], trainer.cut, None)
+        trainer, noise = self._predictor(upload.run), self._keeper.noise
+        ids = [sample.sample_id for sample in self.samples]
+        sigma = 0.0 if noise is None else noise.floor.of(trainer.cut.index)
+        self._keeper.before_release(ids, trainer.cut, None, sigma)
         total, kind = len(self.samples), np.float16 if self._keeper.sends_float16 else np.float32
+        sent = 0
         for number, z in enumerate(self._evaluate(trainer, self.batch_size(upload, trainer))):
+            if noise is not None:
+                z = noise.add(z, ids[sent : sent + len(z)], trainer.cut.index, sigma, f"{upload.ask} {number}")
+            sent += len(z)
             values = to_wire(z, kind)
             self.counters.images += len(z)
             self.counters.payload_bytes += values.nbytes

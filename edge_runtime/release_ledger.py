@@ -18,8 +18,11 @@ from pathlib import Path
 from contract.errors import DataError, DeviceError
 from edge_runtime.released_patches import UNKNOWN, share_shown
 
-WITHOUT_NOISE = "activations without noise"  # of a part that the device trains: the kind of a release that no draw
-# protects. Each epoch shows the image anew; one is recorded, and max_releases, which counts draws, does not cap them.
+# Kinds of releases of a part that the device trains. Each epoch shows the image anew, by other weights; one is recorded
+# for each strength of noise, and max_releases, which counts draws before one frontend, does not cap them.
+WITHOUT_NOISE = "activations without noise"
+UNDER_NOISE = "activations under laplace noise"  # its scale is a standard deviation
+OF_PARTS = (WITHOUT_NOISE, UNDER_NOISE)
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ class ReleaseLedger:
 
 def _counted(released: dict[str, str]) -> list[str]:
     """Those that max_releases counts."""
-    return [text for text in released if WITHOUT_NOISE not in text]
+    return [text for text in released if not any(kind in text for kind in OF_PARTS)]
 
 
 def describe(release_text: str) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from edge_runtime.release_ledger import WITHOUT_NOISE, Release, ReleaseLedger
+from edge_runtime.release_ledger import OF_PARTS, UNDER_NOISE, WITHOUT_NOISE, Release, ReleaseLedger
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def account(
 
 
 def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageReleases:
-    noised = [each for each in releases if each.kind != WITHOUT_NOISE]
+    noised = [each for each in releases if each.kind not in OF_PARTS]
     settings = Counter((each.package_digest, each.cut, each.kind.split(" fresh=")[0], each.scale) for each in noised)
     return ImageReleases(
         image=name,
@@ -62,13 +62,14 @@ def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageRele
         copies=max(settings.values(), default=0),
         least_kappa=min((each.scale for each in noised), default=None),
         patch_share=share,
-        unprotected=len(releases) - len(noised),
+        unprotected=sum(each.kind == WITHOUT_NOISE for each in releases),
         releases=tuple(_in_words(each) for each in releases),
     )
 
 
 def _in_words(release: Release) -> str:
-    noise = release.kind if release.kind == WITHOUT_NOISE else f"{release.kind} kappa={release.scale:g}"
+    unit = "sigma" if release.kind == UNDER_NOISE else "kappa"
+    noise = release.kind if release.kind == WITHOUT_NOISE else f"{release.kind} {unit}={release.scale:g}"
     patches = release.patches or "unknown, from an earlier version"
     return f"{noise}, cut {release.cut} of package {release.package_digest[:12]}, patches {patches}"
 

@@ -27,6 +27,7 @@ from edge_runtime.median_sampling import Chosen, balanced, target_count
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import (
     START_ANEW,
+    BeforeRelease,
     PartKeeper,
     PartRules,
     _Place,
@@ -59,7 +60,7 @@ class RoundKeeper(PartKeeper):
         store: PartStore,
         tick: Callable[[int], None],
         fresh: bool = False,
-        before_release: Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None], None] | None = None,
+        before_release: BeforeRelease | None = None,
     ) -> None:
         """`shipped` reads tensors of the package; `fresh` masks features anew each time; `before_release` is
         `PartKeeper`'s."""
@@ -198,7 +199,7 @@ class RoundKeeper(PartKeeper):
         if self._fresh:
             turns = [each.turn for each in chosen]
             keep = self._images.fresh_patches(plain.sample_ids, local.cut, ask, turns)
-        self.before_release(plain.sample_ids, local.cut, keep)
+        self.before_release(plain.sample_ids, local.cut, keep, 0.0)
         self._tick(0)
         return local.features(plain.images, keep)
 

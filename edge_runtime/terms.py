@@ -21,7 +21,9 @@ ASKS_OF_MODE = {
     "client-head": frozenset({"collect_features", "head_step"}),
 }
 # The same where the package has parts to be trained; a local round needs a part that holds its own loss.
-_PART_ASKS = frozenset({"load_part", "forward", "settle", "upload_part"})
+_PART_ASKS = frozenset({"load_part", "forward", "settle", "upload_part"}) | frozenset(
+    {"choose_split", "take_turn", "noisy_forward", "sleep"}
+)
 PART_ASKS_OF_MODE = {
     "raw-label": _PART_ASKS,
     "permuted-label": _PART_ASKS,

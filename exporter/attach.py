@@ -87,13 +87,14 @@ def add_table(table: Path, root: Path, signer: PrivateKey, now: Callable[[], dat
         _copy(root, [each.name for each in files if each.name != LEAKAGE_NAME], staged.package)
         _copy(backend, [each.name for each in backend.iterdir() if each.name not in _WRITTEN], staged.backend)
         write_file(staged.package / LEAKAGE_NAME, data)
+        write_file(staged.backend / LEAKAGE_NAME, data)  # a server assigns noise by it
         write_manifest(staged, signed, sign(signer, signed))
         _tell_backend(backend, staged, manifest.version, digest(signed).hex())
         publish(staged, root)
     return Attached(str(root), manifest.name, manifest.version, digest(signed).hex(), LEAKAGE_NAME)
 
 
-_WRITTEN = (MANIFEST_NAME, "export.json")  # of the backend, anew
+_WRITTEN = (MANIFEST_NAME, "export.json", LEAKAGE_NAME)  # of the backend, anew
 
 
 def _tell_backend(backend: Path, staged: Staging, version: int, package_digest: str) -> None:

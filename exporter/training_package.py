@@ -22,9 +22,11 @@ from contract.images import ImageRule, normalise
 from contract.manifest import digest, to_bytes
 from contract.signature import key_id, sign
 from contract.training import (
+    CHOOSING,
     FORMAT,
     MASKED,
     PARAMETERS_NAME,
+    SPLITS_MOST,
     TRAINING_NAME,
     PrototypeRule,
     TrainingCut,
@@ -128,7 +130,7 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         part = _whole(model, facts.depth, head, chosen.classes, plan.seed)
         parts = [part if chosen.keep_patches is None else replace(part, module=masked_whole(model))]
     else:
-        cuts = check_cuts(chosen.cuts or (usual_cut(facts),), facts.depth)
+        cuts = check_cuts(chosen.cuts or usual_cuts(chosen.strategy, facts), facts.depth)
         parts = [Part(family.cut(model, k)[0], k, facts.depth, facts.layers[k - 1], "none") for k in cuts]
         chosen = replace(chosen, cuts=cuts)
     if chosen.augment.crop_padding >= min(facts.input_shape[1:]):
@@ -178,6 +180,13 @@ def _choices(plan: ExportPlan) -> TrainingChoices:
     if plan.calibration is not None and not (plan.training.prototypes and plan.training.prototypes.normalise):
         say("warning: --calibration is not used: parts are trained in float32, and nothing is measured on images")
     return plan.training
+
+
+def usual_cuts(strategy: str, facts: Facts) -> tuple[int, ...]:
+    """Where nobody says which: the family's own, or the first ten where devices choose."""
+    if strategy not in CHOOSING:
+        return (usual_cut(facts),)
+    return tuple(range(1, min(SPLITS_MOST, facts.depth - 1) + 1))
 
 
 def check_cuts(cuts: Sequence[int], depth: int) -> tuple[int, ...]:
@@ -248,7 +257,14 @@ def _whole(model: nn.Module, depth: int, head: str, classes: int | None, seed: i
 
 def _modules(model: nn.Module, choices: ModuleChoices, seed: int) -> SkipNetwork:
     torch.manual_seed(seed)
-    return SkipNetwork(model, choices).eval()
+    network = SkipNetwork(model, choices).eval()
+    own, whole = sum(map(sum, network.skip_sizes)), sum(network.block_sizes)
+    if own > whole / 2:
+        say(
+            f"warning: the modules have {own / 1e6:.1f} M parameters, the blocks themselves {whole / 1e6:.1f} M: "
+            "--skips 1 makes them smaller, fed_avg_own_heads does without them"
+        )
+    return network
 
 
 def _masked(whole: Part, k: int, layer: str) -> list[Part]:

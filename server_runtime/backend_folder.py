@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from contract import canonical, manifest, training
 from contract.canonical import CanonicalError
 from contract.errors import ConfigError, PackageError
+from contract.leakage import LEAKAGE_NAME, Table, of_package
 from contract.manifest import Cut, Manifest
 from contract.tokens import TokenLayout, sent_layout
 from contract.training import TRAINING_NAME, TrainingPlan
@@ -65,10 +66,11 @@ class TrainingFolder:
     model: str
     model_args: dict[str, Any]
     peft: str = "all"  # what of the whole model is trained
+    leakage: Table | None = None  # of the package's parts
 
     def sha256(self) -> str:
         """Digest of all that training starts from; reads the weights once."""
-        return _digest(self.root, TRAINING_FILES)
+        return _digest(self.root, TRAINING_FILES if self.leakage is None else (*TRAINING_FILES, LEAKAGE_NAME))
 
 
 def read(root: Path) -> BackendFolder | TrainingFolder:
@@ -99,7 +101,8 @@ def read(root: Path) -> BackendFolder | TrainingFolder:
         model_args = {str(name): _frozen(value) for name, value in dict(plan["model_args"]).items()}
         if trains:
             peft = str(dict(plan.get("training") or {}).get("peft", "all"))
-            return TrainingFolder(root, package, package_digest, _training(root, package), model, model_args, peft)
+            parts, leakage = _training(root, package), _leakage(root, package)
+            return TrainingFolder(root, package, package_digest, parts, model, model_args, peft, leakage)
         return _frontend(root, package, package_digest, model, model_args)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PackageError(f"{root}: export.json or few_shot.json is not as expected: {error!r}", _CURE) from error
@@ -118,6 +121,11 @@ def _training(root: Path, package: Manifest) -> TrainingPlan:
     if listed.get(TRAINING_NAME) != hashlib.sha256(data).hexdigest():
         raise PackageError(f"{root}: {TRAINING_NAME} is not the one that manifest.json lists", _CURE)
     return training.from_bytes(data, package)
+
+
+def _leakage(root: Path, package: Manifest) -> Table | None:
+    path = root / LEAKAGE_NAME
+    return of_package(path.read_bytes(), package) if path.is_file() else None
 
 
 def _digest(root: Path, names: Sequence[str]) -> str:

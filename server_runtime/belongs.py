@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from contract.errors import ConfigError
-from contract.training import HOLDS, MASKED, RELEASED, Holds
+from contract.training import CHOOSING, HOLDS, MASKED, RELEASED, Holds
 
 
 def _holding(*holds: Holds) -> frozenset[str]:
@@ -17,12 +17,15 @@ def _holding(*holds: Holds) -> frozenset[str]:
 
 
 _ROUNDS_OF_ANY = frozenset({"fed_avg", "fed_bfpt", "eft_vit"})  # which can ask any share of the devices
+NOISY = frozenset({"p3sl", "asl", "ares", "sequential_split", "parallel_split"})  # which know noise at the cut
 _TRAINED_ON_DEVICES = _holding("parts", *RELEASED)
 STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     "kappa": _holding("frontend"),
     **dict.fromkeys(("augmentations", "replaced"), frozenset({"split_adaptation"})),
     **dict.fromkeys(("batch", "learning_rate", "schedule", "warmup"), _TRAINED_ON_DEVICES),
-    "cuts": _holding("parts"),
+    "outlier": _TRAINED_ON_DEVICES,
+    "average": frozenset({"fed_avg", "fed_avg_own_heads", "fed_bfpt", "parallel_split", "split_fed"}),
+    "cuts": _holding("parts") - {*CHOOSING},  # with those devices choose their splits
     "local_epochs": _holding(*RELEASED),
     "quorum": (_holding(*RELEASED) - {*MASKED, "fed_bfpt"}) | {"prototypes"},  # the others wait for all devices
     "fraction": _ROUNDS_OF_ANY,
@@ -30,6 +33,10 @@ STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("threshold", "alone"), frozenset({"eeft"})),
     **dict.fromkeys(
         ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies"), frozenset({"prototypes"})
+    ),
+    **dict.fromkeys(("sigma", "fsim_threshold"), NOISY),
+    **dict.fromkeys(
+        ("aggregate_every", "average_by", "sleep_least_s", "reference_accuracy", "accuracy_loss"), frozenset({"p3sl"})
     ),
 }
 

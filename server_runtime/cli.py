@@ -17,15 +17,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from contract import commands
 from contract.config import Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
+from . import commands as server_commands
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
 from .belongs import STRATEGIES_OF, check_given
+from .evaluation import check_same, digest_of
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import FIELDS, Plan, parse_listen
@@ -45,27 +48,29 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="server-run",
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
-        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
+        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml. "
+        + commands.epilog("server-run", commands.names(server_commands)),
     )
     choices = {
         "strategy": strategies.names(),
         "label_mode": plan.LABEL_MODES,
         "schedule": SCHEDULES,
         "server_copies": plan.SERVER_COPIES,
+        "average_by": plan.AVERAGE_BY,
     }
-    metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
+    metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS", "sigma": "SIGMA"}
+    metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")
     kinds = {Path: "PATH", int: "N", float: "X"}
     groups: dict[frozenset[str], argparse._ArgumentGroup] = {}
     for field in FIELDS:
-        if field.name != "public":
-            name = "--" + field.name.replace("_", "-")
-            metavar = metavars.get(field.name, kinds.get(field.type))
-            add = parser.add_argument
-            if (owners := STRATEGIES_OF.get(field.name)) is not None:
-                if owners not in groups:
-                    groups[owners] = parser.add_argument_group(_title(owners))
-                add = groups[owners].add_argument
-            add(name, choices=choices.get(field.name), metavar=metavar, help=field.described)
+        name = "--" + field.name.replace("_", "-")
+        metavar = metavars.get(field.name, kinds.get(field.type))
+        add = parser.add_argument
+        if (owners := STRATEGIES_OF.get(field.name)) is not None:
+            if owners not in groups:
+                groups[owners] = parser.add_argument_group(_title(owners))
+            add = groups[owners].add_argument
+        add(name, choices=choices.get(field.name), metavar=metavar, help=field.described)
     parser.add_argument(
         "--exit-when-done", action="store_true", help="exit when every site is trained and inference is answered"
     )
@@ -82,6 +87,12 @@ def _title(owners: frozenset[str]) -> str:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    code = commands.run_named("server-run", server_commands, words)
+    return _serve(words) if code is None else code
+
+
+def _serve(arguments: Sequence[str]) -> int:
     flags = vars(_parser().parse_args(arguments))
     file = find_file(flags["config"], Path())
     resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)
@@ -97,9 +108,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     folder = backend_folder.read(values["backend"])
     wanted = _plan(resolved, folder)
     devices = {device for names in roster.sites.values() for device in names}
-    wanted.check(folder.manifest.transforms, folder.manifest.label_modes, folder.training, devices)
+    leakage = folder.leakage if isinstance(folder, TrainingFolder) else None
+    wanted.check(folder.manifest.transforms, folder.manifest.label_modes, folder.training, devices, leakage)
     given = frozenset(name for name, origin in resolved.origin.items() if origin != "default")
     run = choose_run(values["runs"], values["run"], wanted, given, list(roster.sites), _new_name, say)
+    check_same(run.plan.evaluation_sha256, values["public"])
     say(f"{'starting' if run.is_new else 'going on with'} run {run.name} in {run.root}")
     try:
         lock = lock_run(run.root)
@@ -113,9 +126,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             roster=roster,
             terms=_terms(run),
             expected=Expected(folder.layout, run.plan.label_mode),
-            start=_start_frame(run, folder, roster.sites),
+            start=_start_frame(run, folder, roster.sites, values["public"] if run.plan.evaluation_sha256 else None),
             threads=run.plan.threads,
             exit_when_done=flags["exit_when_done"],
+            metrics=None if values["metrics"] is None else plan.parse_address("metrics", values["metrics"]),
         )
         announce: Callable[[str], None] = say if as_json else _print_now
         outcome = asyncio.run(Server(job, store, announce, say).run())
@@ -138,6 +152,9 @@ def _plan(resolved: Resolved, folder: BackendFolder | TrainingFolder) -> Plan:
         values["kappa"] = folder.manifest.transforms.kappa
     if values["threads"] is None:
         values["threads"] = len(os.sched_getaffinity(0))
+    public = resolved.values["public"]
+    if public is not None and values["strategy"] in plan.JUDGING:
+        values["evaluation_sha256"] = digest_of(public)
     return Plan(backend_sha256=folder.sha256(), package_digest=folder.package_digest, **values)
 
 
@@ -157,13 +174,16 @@ def _terms(run: Run) -> Terms:
     )
 
 
-def _start_frame(run: Run, folder: BackendFolder | TrainingFolder, sites: dict[str, tuple[str, ...]]) -> PipeFrame:
+def _start_frame(
+    run: Run, folder: BackendFolder | TrainingFolder, sites: dict[str, tuple[str, ...]], public: Path | None
+) -> PipeFrame:
     start = {
         "run": run.name,
         "root": str(run.root.resolve()),
         "backend": str(folder.root.resolve()),
         "plan": run.plan.values(),
         "sites": sites,
+        "public": None if public is None else str(public.resolve()),
     }
     return PipeFrame(pipe.START, text=json.dumps(start))
 

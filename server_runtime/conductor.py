@@ -7,11 +7,12 @@ Rules:
 * a site goes on when every asked device has answered. A device that is away, or idle for longer than
   `idle_progress_s`, pauses its site with a reason; it is asked again, under the same ask id, when it comes back. Where
   the question has a quorum, the site goes on without such devices once so many others have answered;
+* a device that was told to sleep is not missed before the time at which it was to wake up;
 * a checkpoint is kept at a Record, at most every `checkpoint_s`; gradients of an upload's rows and quorums since then
   are in the journal. A strategy that trains with the devices is told at each Progress when one is due, so that it can
   let them settle first: what they answer between two checkpoints is too much to keep, and is made again instead;
 * a device that has lost its part of the model says which checkpoints of it are left: the site goes back to the last one
-  that both sides hold, and replays from there;
+  that both sides hold, and replays from there; where a question has the quorum 0, it is passed over instead;
 * a site whose training fails stays failed, and the others go on.
 """
 
@@ -29,6 +30,7 @@ from contract.messages import (
     Activations,
     Bye,
     Checkpoints,
+    Choice,
     Gradient,
     Message,
     PatchFeatures,
@@ -107,6 +109,7 @@ class Conductor:
         self._records = records
         self._clock = clock
         self._present: dict[str, str] = {}  # device -> purpose of its session
+        self._asleep: dict[str, float] = {}  # device -> when it was to wake up
         self.stopped = False
 
     # -- what comes in
@@ -137,7 +140,7 @@ class Conductor:
             message = pipe.carried(frame)
             if isinstance(message, Activations) and message.split == "infer":
                 site.requests[Request(frame.device, message.ask, message.batch)] = message
-            elif isinstance(message, Gradient | Settled | Activations | Update | PatchFeatures | Prototypes):
+            elif isinstance(message, Gradient | Settled | Choice | Activations | Update | PatchFeatures | Prototypes):
                 self._take_reply(site, frame.device, message)
             elif isinstance(message, Checkpoints):
                 self._take_checkpoints(site, frame.device, message)
@@ -206,7 +209,7 @@ class Conductor:
         self,
         site: SiteRun,
         device: str,
-        reply: Gradient | Settled | Activations | Update | PatchFeatures | Prototypes,
+        reply: Gradient | Settled | Choice | Activations | Update | PatchFeatures | Prototypes,
     ) -> None:
         """Whatever answers another question than the one that is open came too late and is dropped."""
         if site.late.get(device) == reply.ask:
@@ -225,6 +228,9 @@ class Conductor:
         if pending is None or held.ask != pending.id or device not in pending.missing:
             return
         if "after" not in ASK_KINDS[pending.ask.kind].parameters:  # nothing that could be lost is asked for
+            return
+        if pending.ask.quorum == 0:  # the site goes on without it: it begins again wherever it stands
+            pending.lost.add(device)
             return
         # What it did since it settled is in its memory only. But where it settled it could go on from: going back would
         # not help, nor ever end.
@@ -251,6 +257,8 @@ class Conductor:
 
     def _gather(self, site: SiteRun, pending: Pending, device: str, reply: Reply) -> None:
         pending.replies[device] = reply
+        if pending.ask.kind == "sleep":
+            self._asleep[device] = self._clock() + float(_parameters(site, pending.ask, device)["wake_s"])
         if not pending.missing:
             self._close(site, pending)
 
@@ -274,9 +282,12 @@ class Conductor:
 
     def _is_given_up(self, pending: Pending, device: str) -> bool:
         """Whether a device is not waited for where a quorum is enough: it may be on its way back for a moment."""
+        if device in pending.lost:
+            return True
         away = self._present.get(device) != "adapt"
         limit_s = self._rules.absent_s if away else self._rules.idle_progress_s
-        return self._clock() - pending.progress_s[device] > limit_s
+        since_s = max(pending.progress_s[device], self._asleep.get(device, 0.0) if away else 0.0)
+        return self._clock() - since_s > limit_s
 
     def _note_progress(self, site: SiteRun, device: str) -> None:
         if site.pending and device in site.pending.progress_s:
@@ -404,6 +415,8 @@ class Conductor:
         for device in pending.missing:
             if self._present.get(device) == "infer":
                 reasons.append(f"{device} came to predict and is needed to train: run edge-run without --infer first")
+            elif self._present.get(device) != "adapt" and self._asleep.get(device, 0.0) > self._clock():
+                reasons.append(f"{device} sleeps")
             elif self._present.get(device) != "adapt":
                 reasons.append(f"{device} is not connected")
             elif self._clock() - pending.progress_s[device] > self._rules.idle_progress_s:

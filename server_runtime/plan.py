@@ -15,10 +15,14 @@ from typing import Any
 from contract.canonical import INT_MAX
 from contract.config import REQUIRED, Field
 from contract.errors import ConfigError, suggest
+from contract.leakage import Table
 from contract.manifest import TransformRules
 from contract.training import HOLDS, OWN_HEADS, TrainingCut, TrainingPlan
 
 from . import strategies
+from .aggregation import RULES
+from .belongs import NOISY
+from .noise_table import first_table
 from .schedule import SCHEDULES
 from .similarity import read_threshold
 
@@ -31,6 +35,7 @@ FIELDS = (
     Field("roster", Path, REQUIRED, "folder of enrolled devices: ROSTER/<site>/<device>.pub"),
     Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback"),
     Field("certificate_key", Path, None, "private key of the certificate (PEM)"),
+    Field("metrics", str, None, "HOST:PORT of a status page and Prometheus metrics, over plain HTTP; default: none"),
     Field("runs", Path, Path("runs"), "folder of run directories"),
     Field("run", str, None, "which run to start or take up; default: the newest unfinished one of the same plan"),
     Field("label_mode", str, "permuted-label", "where labels stay: " + ", ".join(LABEL_MODES)),
@@ -45,6 +50,8 @@ FIELDS = (
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "passes of a device over its images between two averagings"),
     Field("quorum", int, 0, "a round goes on with so many devices when the others are away; 0: it waits for all"),
+    Field("average", str, "mean", "how parts become one: " + ", ".join(RULES) + "; the last two bear some false ones"),
+    Field("outlier", float, 100.0, "a part that moved so many times as far as the median one is left out; 0: none is"),
     Field("fraction", float, 1.0, "share of the devices, more than 0 to 1, that a round asks; drawn anew each round"),
     Field("server_epochs", int, 2, "passes of the server over the features that it keeps, in each round"),
     Field("server_rate", float, 0.0, "highest learning rate of the server's own training; 0: as --learning-rate"),
@@ -98,8 +105,15 @@ FIELDS = (
         "each: every device trains with a copy of its own of the server's half, and the copies are averaged (SplitFed "
         "V1); one: devices train one after another with the same half (V2)",
     ),  # fmt: skip
+    Field("sigma", str, "auto", "noise at the cut: table (P3SL's, by split), a standard deviation; auto: p3sl's table"),
+    Field("fsim_threshold", float, 0.0, "p3sl: T_FSIM, at which pictures tell nothing; 0: the leakage table's own"),
+    Field("aggregate_every", int, 5, "p3sl: R, epochs from one aggregation to the next"),
+    Field("average_by", str, "devices", "p3sl: what counts alike where parts are averaged: devices, or images"),
+    Field("reference_accuracy", float, 0.0, "p3sl: A_ref, noise-free accuracy on --public; 0: no floor of accuracy"),
+    Field("accuracy_loss", float, 0.05, "p3sl: beta, share of A_ref that noise may cost before it is lowered"),
+    Field("sleep_least_s", float, 10.0, "p3sl: shortest rest for which a device is told to sleep; 0: never"),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
-    Field("public", Path, None, "the server's own public images; server-run does not read them"),
+    Field("public", Path, None, "p3sl: the server's own images, one folder per class, to judge the model by"),
 )
 
 SERVER_COPIES = ("each", "one")
@@ -107,9 +121,11 @@ SERVER_COPIES = ("each", "one")
 _MOST = {
     "epochs": 1_000_000, "augmentations": 100_000, "seed": INT_MAX, "threads": 1024, "batch": 1 << 16,
     "local_epochs": 1_000_000, "quorum": 1_000_000, "alone": 1_000_000, "server_epochs": 1_000_000,
-    "store_mb": 1 << 24, "store_rounds": 1_000_000, "warmup": 1_000_000,
+    "store_mb": 1 << 24, "aggregate_every": 1_000_000, "store_rounds": 1_000_000, "warmup": 1_000_000,
 }  # fmt: skip
 _LEAST = {"augmentations": 0, "seed": 0, "warmup": 0, "quorum": 0, "alone": 0, "store_rounds": 0}  # of others 1
+JUDGING = ("p3sl",)  # which judge the model by the operator's images
+AVERAGE_BY = ("devices", "images")
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,8 @@ class Plan:
     warmup: int = 0
     local_epochs: int = 1
     quorum: int = 0
+    average: str = "mean"
+    outlier: float = 100.0
     cuts: str = ""
     fraction: float = 1.0
     server_epochs: int = 2
@@ -145,12 +163,20 @@ class Plan:
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5
     server_copies: str = "each"
+    sigma: str = "auto"
+    fsim_threshold: float = 0.0
+    aggregate_every: int = 5
+    average_by: str = "devices"
+    reference_accuracy: float = 0.0
+    accuracy_loss: float = 0.05
+    sleep_least_s: float = 10.0
+    evaluation_sha256: str = ""  # of the images that judge the model
 
     def check(
         self, rules: TransformRules, allowed_modes: tuple[str, ...], training: TrainingPlan | None = None,
-        devices: Collection[str] = (),
+        devices: Collection[str] = (), leakage: Table | None = None,
     ) -> None:  # fmt: skip
-        """Refuse what cannot be trained with a package of these rules, or by these devices.
+        """Refuse what cannot be trained with a package of these rules and this leakage, or by these devices.
 
         Raises:
             ConfigError: naming the setting.
@@ -175,14 +201,39 @@ class Plan:
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
         if not 0 < self.fraction <= 1:
             raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
-        for name in ("medians", "server_rate"):
+        for name in ("medians", "server_rate", "outlier"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+        if self.average not in RULES:
+            raise _wrong("average", f"one of {', '.join(RULES)}", self.average, suggest(self.average, RULES))
         self._check_prototypes()
+        self._check_noise()
+        if training is not None and self.strategy in NOISY:
+            splits = [cut.index for cut in training.cuts if cut.loss == "none"]
+            wanted = "table" if self.strategy == "p3sl" and self.sigma == "auto" else parse_sigma(self.sigma)
+            first_table(wanted, splits, leakage, self.fsim_threshold)
+
+    def _check_noise(self) -> None:
+        parse_sigma(self.sigma)
+        if not 0 <= self.fsim_threshold <= 1:
+            raise _wrong("fsim_threshold", "0 to 1", self.fsim_threshold)
+        if self.average_by not in AVERAGE_BY:
+            hint = suggest(self.average_by, AVERAGE_BY)
+            raise _wrong("average_by", f"one of {', '.join(AVERAGE_BY)}", self.average_by, hint)
+        for name in ("reference_accuracy", "accuracy_loss"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise _wrong(name, "a share from 0 to 1", getattr(self, name))
+        if self.reference_accuracy and not self.evaluation_sha256:
+            raise ConfigError(
+                "reference_accuracy is a floor of accuracy, and there are no images to judge the model by",
+                "give --public DIR with one folder for each of the site's classes",
+            )
+        if not 0 <= self.sleep_least_s < math.inf:
+            raise _wrong("sleep_least_s", "0 or more", self.sleep_least_s)
 
     def _check_prototypes(self) -> None:
         for name in ("prototype_strength", "prototype_shift"):
@@ -261,6 +312,23 @@ def parse_cuts(text: str) -> tuple[int | None, dict[str, int]]:
     return default, own
 
 
+def parse_sigma(text: str) -> float | str:
+    """`auto`, `table`, or a standard deviation.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if text in ("auto", "table"):
+        return text
+    try:
+        sigma = float(text)
+    except ValueError:
+        sigma = math.nan
+    if not 0 <= sigma < math.inf:
+        raise _wrong("sigma", "auto, table, or a standard deviation of 0 or more", text)
+    return sigma
+
+
 def cut_of(training: TrainingPlan, index: int | None) -> TrainingCut:
     """The client part with so many layers; None: the package's first.
 
@@ -295,10 +363,7 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
     Raises:
         ConfigError: it is no HOST:PORT, only half of certificate and key is given, or TLS is missing off loopback.
     """
-    host, _, port_text = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
-    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise _wrong("listen", "HOST:PORT, such as 0.0.0.0:8443", listen)
+    host, port = parse_address("listen", listen)
     if (certificate is None) != (certificate_key is None):
         present, missing = ("certificate", "certificate_key") if certificate else ("certificate_key", "certificate")
         raise ConfigError(f"{present} is set, {missing} is not", "set both, or neither to listen on loopback only")
@@ -307,7 +372,20 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
             f"listening on {host} needs TLS, and no certificate is set",
             "give --certificate and --certificate-key (tools/make_keys makes a pair), or listen on 127.0.0.1",
         )
-    return Listen(host, int(port_text), certificate, certificate_key)
+    return Listen(host, port, certificate, certificate_key)
+
+
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """HOST:PORT of a setting.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port_text = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
+    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
+        raise _wrong(name, "HOST:PORT, such as 0.0.0.0:8443", text)
+    return host, int(port_text)
 
 
 def _is_loopback(host: str) -> bool:

@@ -34,6 +34,7 @@ class Pending:
     expected: tuple[str, ...]  # devices whose answers are waited for, in the order of asking
     replies: dict[str, Reply] = field(default_factory=dict)
     progress_s: dict[str, float] = field(default_factory=dict)  # device -> when it last got on, came or went
+    lost: set[str] = field(default_factory=set)  # devices that cannot answer, where they are passed over
 
     @property
     def missing(self) -> list[str]:

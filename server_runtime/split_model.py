@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from contract.errors import ExportError, PackageError
+from contract.leakage import Table
 from contract.training import PROJECTION, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
 from exporter.models._peft import add_peft
@@ -27,7 +28,9 @@ from exporter.split import create
 
 from .backend import load_module, module_state, place
 from .backend_folder import TrainingFolder
+from .evaluation import Evaluation
 
+_JUDGED_AT_ONCE = 250
 _DROPS = ("p", "prob", "drop_prob", "drop_rate")  # what torch's and timm's modules call a share to leave out
 
 
@@ -39,6 +42,8 @@ class Shipped:
     plan: TrainingPlan
     width: int  # f
     device: torch.device
+    leakage: Table | None = None  # what the package's parts show
+    evaluation: Evaluation | None = None  # what the operator judges the model by
 
 
 def load(folder: TrainingFolder, device: torch.device) -> Shipped:
@@ -63,7 +68,7 @@ def load(folder: TrainingFolder, device: torch.device) -> Shipped:
     if len(widths) > 1:
         raise _unfit(folder.root / "training.json", ValueError(f"feature widths {sorted(widths)} behind its cuts"))
     width = widths.pop() if widths else int(module.num_features)
-    return Shipped(module, folder.training, width, device)
+    return Shipped(module, folder.training, width, device, folder.leakage)
 
 
 def _create(folder: TrainingFolder) -> nn.Module:
@@ -273,6 +278,25 @@ class SplitModel:
         if self._head is not None:
             features = self._head(features)
         return _array(features.float())
+
+    @torch.no_grad()
+    def accuracy(self, judged: Evaluation, part: Mapping[str, np.ndarray] | None = None) -> float:
+        """Share of the images that W classifies rightly, on its running statistics and without noise; with `part` (by
+        the names here) W_c and the rest of W. W stays what it is."""
+        assert self._head is not None  # without one the logits are the device's
+        own = {} if part is None else part
+        held = {name: _array(self._live[name]) for name in own}
+        self.put(own)
+        try:
+            correct = 0
+            for start in range(0, len(judged.labels), _JUDGED_AT_ONCE):
+                piece = slice(start, start + _JUDGED_AT_ONCE)
+                images = place(torch.from_numpy(judged.images[piece]), self.device)
+                found = self._head(self._module.eval()(images)).argmax(dim=1)
+                correct += int((found.cpu() == torch.from_numpy(judged.labels[piece])).sum())
+        finally:
+            self.put(held)
+        return correct / len(judged.labels)
 
     # -- state as plain tensors: nothing is pickled
 

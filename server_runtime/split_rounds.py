@@ -18,12 +18,14 @@ import torch
 from contract.cut_gradient import WireGradient, write_gradient
 from contract.epoch_order import batch_edges
 from contract.errors import TrainingError
-from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
+from contract.messages import Activations, Choice, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
 from contract.training import TrainingCut
 
-from .aggregation import check_part, is_finite, is_usable, weighted_mean
+from .aggregation import is_usable, weighted_mean
 from .backend import new_head
-from .plan import cut_of, parse_cuts
+from .gates import fault_of, move_of, outliers
+from .noise_table import first_table, offer_of
+from .plan import cut_of, parse_cuts, parse_sigma
 from .schedule import Schedule
 from .split_model import OwnLoss, Pass, Shipped, SplitModel, own_loss
 from .split_replies import Wanted, answer, check_activations, check_values
@@ -41,6 +43,10 @@ Parameters = Mapping[str, float | int | str]
 NOTHING: Parameters = {}
 T = TypeVar("T")
 Talk = Generator[Ask | Record | Progress, Replies | bool, T]  # a part of a strategy's run that gives T
+
+
+class PassedOver(Exception):
+    """A device that was asked is away; its turn goes to the next one."""
 
 
 @dataclass
@@ -76,7 +82,7 @@ class Tally:
     void: int = 0  # steps without any usable gradient
     left_out: int = 0  # replies that could not be used
     lr: float = 0.0  # of the last step
-    quarantined: str = ""  # devices whose part was not finite, so often as it was
+    quarantined: str = ""  # "device: reason" of each part that was left out
 
 
 class Rounds:
@@ -86,7 +92,7 @@ class Rounds:
         """`cut` is every device's where the strategy fixes it, else the operator chooses.
 
         Raises:
-            ConfigError: a cut is chosen that the package has not.
+            ConfigError: a cut is chosen that the package has not, or noise of a leakage table that is not there.
         """
         self.site, self.settings, self._plan = site, settings, shipped.plan
         default, own = parse_cuts(settings.cuts)
@@ -98,6 +104,9 @@ class Rounds:
             head = new_head(shipped.width, site.classes, settings.seed, site.name, shipped.device)
         self.w = SplitModel(shipped, head)
         self.schedule = Schedule(settings.schedule, settings.learning_rate, settings.warmup, settings.epochs)
+        splits, wanted = [each.index for each in shipped.plan.cuts if each.loss == "none"], parse_sigma(settings.sigma)
+        self.noise, self.privacy = first_table(wanted, splits, shipped.leakage, settings.fsim_threshold)
+        self.passes_over = False  # whether a device that is away is passed over; else it is waited for
         self.epoch = 0  # epochs that are over
         self.place = 0  # batches of the round or turn that are over
         self._is_shipped = True  # W's client layers are still those of the package
@@ -122,13 +131,41 @@ class Rounds:
         drawn = np.random.default_rng([self.settings.seed, self.epoch, 1]).permutation(len(links))[:count]
         return [links[place] for place in sorted(drawn)]
 
+    def splits(self) -> dict[str, Metric]:
+        """Each device's split, its noise, and what leaks with and without (None: unknown), for a record."""
+        values: dict[str, Metric] = {}
+        shown: list[float | None] = []
+        for device, link in self.links.items():
+            split, privacy = link.cut.index, self.privacy
+            if privacy is None or split not in privacy.splits:
+                sigma = None if self.noise is None or privacy is not None else self.noise.of(split)
+                values |= {f"split/{device}": split, f"sigma/{device}": sigma}
+                shown.append(None)
+                continue
+            sigma = 0.0 if self.noise is None else self.noise.of(split)
+            shown.append(privacy.at(split, sigma))
+            values |= {f"split/{device}": split, f"sigma/{device}": sigma}
+            values |= {f"fsim_clean/{device}": privacy.at(split, 0.0), f"fsim/{device}": shown[-1]}
+        known = [each for each in shown if each is not None]
+        return values | {"fsim_total": sum(known) if len(known) == len(shown) else None}
+
     def count_usable(self) -> None:
         """A device gave something that this round can use."""
         self._usable += 1
 
-    def quarantine(self, device: str) -> None:
-        """A device gave what is not finite: it is left out, and noted."""
-        self.tally.quarantined = ",".join(filter(None, [self.tally.quarantined, device]))
+    def quarantine(self, device: str, reason: str) -> None:
+        """What a device gave is left out, and the reason noted."""
+        self.tally.quarantined = "; ".join(filter(None, [self.tally.quarantined, f"{device}: {reason}"]))
+
+    def keep_usual(self, parts: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, np.ndarray]]:
+        """The parts without those that moved much further from W than the others."""
+        w = self.w.floats()
+        moves = {device: move_of(part, w) for device, part in parts.items()}
+        for device, reason in outliers(moves, self.settings.outlier).items():
+            self.quarantine(device, reason)
+            self._usable -= 1
+            del parts[device]
+        return parts
 
     @property
     def steps(self) -> int:
@@ -168,6 +205,30 @@ class Rounds:
                 yield from self.settle()
                 yield Record({})
 
+    def choose(self, links: Sequence[Link], rule: str, quorum: int | None = None) -> Talk[dict[str, TrainingCut]]:
+        """The splits that devices choose by their own tables, for the noise that each would have.
+
+        Raises:
+            TrainingError: a device accepts none, or one that was not offered.
+        """
+        numbers: Parameters = {"rule": rule, "round": self.epoch + 1}
+        offer = offer_of(self.noise, self.privacy, [cut.index for cut in self._plan.cuts if cut.loss == "none"])
+        replies = yield from self.ask(
+            "choose_split", {each.device: offer for each in links}, {}, numbers, quorum=quorum
+        )
+        chosen = {}
+        for device in replies:
+            split = answer(Choice, replies, device).split
+            if split == 0:
+                raise TrainingError(
+                    f"infeasible: {device} accepts none of the splits under the noise that they have",
+                    "look at the device's log: its power cap, its sigma_floor or its energy table rules them out",
+                )
+            if split not in offer["splits"]:
+                raise TrainingError(f"{device}: split {split} was not offered", "update the device's software")
+            chosen[device] = cut_of(self._plan, split)
+        return chosen
+
     def settle(self) -> Talk[None]:
         """Every device that has an open batch applies its gradient and is durable."""
         links = [link for link in self.links.values() if link.batch > 0]
@@ -179,31 +240,28 @@ class Rounds:
             answer(Settled, replies, link.device)
             link.batch, link.gradient = 0, None
 
+    def pass_over(self, link: Link) -> None:
+        """A device went away in its turn: what it did not settle is gone."""
+        link.batch, link.gradient, self.place = 0, None, 0
+
     def hand_out(self) -> Talk[None]:
         """Give every device the client part of the finished W, so that it predicts with what was trained."""
         yield Progress("handing out the trained parts", self._count)
         yield from self.load(list(self.links.values()))
 
     def upload(self, links: Sequence[Link]) -> Talk[dict[str, dict[str, np.ndarray]]]:
-        """Client parts of the devices, by W's names; a part that is not finite is left out and noted.
-
-        Raises:
-            TrainingError: a part does not fit.
-        """
+        """Client parts of the devices, by W's names; a part that does not pass the gates is left out and noted."""
         replies = yield from self.ask("upload_part", {link.device: {} for link in links}, {})
         parts = {link.device: self.take_part(answer(Update, replies, link.device), link) for link in links}
         self._is_shipped = False
-        return {device: part for device, part in parts.items() if part is not None}
+        return self.keep_usual({device: part for device, part in parts.items() if part is not None})
 
     def take_part(self, update: Update, link: Link) -> dict[str, np.ndarray] | None:
-        """An update's tensors by W's names; None, and a note, where they are not finite.
-
-        Raises:
-            TrainingError: they are not those of the device's client part.
-        """
-        check_part(link.device, update.tensors, self.w.part(link.cut))
-        if not is_finite(update.tensors):
-            self.quarantine(link.device)
+        """An update's tensors by W's names; None, and a note, where they are not those of the device's client part, or
+        not finite."""
+        fault = fault_of(update.tensors, self.w.part(link.cut))
+        if fault is not None:
+            self.quarantine(link.device, fault)
             return None
         self._usable += 1
         return {here: update.tensors[name] for name, here in self.w.names_of(link.cut).items()}
@@ -225,7 +283,7 @@ class Rounds:
         if self._void_rounds >= VOID_ROUNDS:
             raise TrainingError(
                 f"{self._void_rounds} rounds in a row had no usable part of the model from any device"
-                + (f"; not finite: {self.tally.quarantined}" if self.tally.quarantined else ""),
+                + (f"; left out: {self.tally.quarantined}" if self.tally.quarantined else ""),
                 f"lower --learning-rate ({self.settings.learning_rate:g}) and start a new run",
             )
         self.epoch, self.place = self.epoch + epochs, 0
@@ -238,13 +296,19 @@ class Rounds:
         """Ask, and count the tensors' bytes both ways.
 
         The name says where training is, so that after a stop, or a step back, it never stands for two questions.
+
+        Raises:
+            PassedOver: a device is away, where such are passed over.
         """
         self._step += moves
-        self._count += kind in ("forward", "local_round")
+        self._count += kind in _COUNTED
+        quorum = 0 if self.passes_over and quorum is None else quorum
         name = f"{kind.partition('_')[0]}-{self._count}-{self._step}"
         replies = yield Ask(name, kind, tensors, common, self._step if moves else None, quorum, own)
         assert not isinstance(replies, bool)
         self._count_bytes(tensors, replies)
+        if quorum == 0 and replies.keys() != tensors.keys():
+            raise PassedOver
         return replies
 
     def _count_bytes(self, asked: Mapping[str, Tensors], replies: Replies) -> None:
@@ -300,10 +364,17 @@ class Rounds:
     def _forward(self, links: Sequence[Link], rows: Mapping[str, int], rate: float) -> Talk[dict[str, Activations]]:
         self.tally.lr = rate
         s = self.settings
-        own = {link.device: {"batch": link.batch, "rate": link.rate if link.batch else rate} for link in links}
+        own: dict[str, dict[str, float | int | str]] = {
+            link.device: {"batch": link.batch, "rate": link.rate if link.batch else rate} for link in links
+        }
         common = {"epoch": self.epoch + 1, "place": self.place, "size": s.batch, "seed": s.seed}
         tensors = {link.device: _sent(link) for link in links}
-        replies = yield from self.ask("forward", tensors, own, common)
+        kind = "forward"
+        if self.noise is not None:
+            kind = "noisy_forward"
+            for link in links:
+                own[link.device]["sigma"] = self.noise.of(link.cut.index)
+        replies = yield from self.ask(kind, tensors, own, common)
         answers = {}
         for link in links:
             link.batch, link.rate = link.batch + 1, rate
@@ -415,6 +486,7 @@ class Rounds:
         return self.w.predict_part(cut, values)
 
 
+_COUNTED = ("forward", "noisy_forward", "local_round", "choose_split")
 _COUNTERS = ("epoch", "place", "_is_shipped", "_step", "_count", "_usable", "_void_rounds", "_first_loss")
 
 

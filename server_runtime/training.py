@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from contract.training import HOLDS, OWN_HEADS
 from . import backend, backend_folder, own_heads, pipe, split_model, strategies
 from .backend_folder import TrainingFolder
 from .conductor import Conducting, Conductor
+from .evaluation import read_evaluation
 from .files import DISK_ERRORS, disk_refuses
 from .pipe import PipeFrame
 from .plan import Plan
@@ -134,7 +135,8 @@ def _serve(start: dict[str, Any], frames: queue.Queue[PipeFrame], post: PipePost
 
     plan, root = Plan(**start["plan"]), Path(start["root"])
     store, directory = Store(root, warn), RunDirectory(root, warn)
-    sites = _site_runs(start["sites"], plan, Path(start["backend"]), store, directory)
+    public = None if start["public"] is None else Path(start["public"])
+    sites = _site_runs(start["sites"], plan, Path(start["backend"]), public, store, directory)
     rules = Conducting(start["run"], plan.label_mode, HOLDS[plan.strategy] != "frontend")
     conductor = Conductor(sites, rules, post, RunRecords(store, directory), time.monotonic)
     conductor.start()
@@ -159,7 +161,7 @@ def _waiting_frames(frames: queue.Queue[PipeFrame], wait_s: float) -> list[PipeF
 
 
 def _site_runs(
-    sites: dict[str, list[str]], plan: Plan, folder: Path, store: Store, directory: RunDirectory
+    sites: dict[str, list[str]], plan: Plan, folder: Path, public: Path | None, store: Store, directory: RunDirectory
 ) -> list[SiteRun]:
     module = strategies.find(plan.strategy)
     if plan.label_mode not in module.LABEL_MODES:
@@ -173,7 +175,8 @@ def _site_runs(
     if isinstance(shipped, TrainingFolder) and HOLDS[plan.strategy] in OWN_HEADS:
         model, settings = own_heads.load(shipped), Settings(**shared)
     elif isinstance(shipped, TrainingFolder):
-        model, settings = split_model.load(shipped, device), Settings(**shared)
+        judged = None if public is None else read_evaluation(public, shipped.manifest.image)
+        model, settings = replace(split_model.load(shipped, device), evaluation=judged), Settings(**shared)
     else:
         model = backend.load(shipped, plan.kappa, device)
         settings = Settings(**shared, backend_lr=shipped.backend_lr, head_lr=shipped.head_lr)

@@ -17,6 +17,7 @@ from contract.errors import TrainingError
 from contract.messages import (
     ASK_KINDS,
     Activations,
+    Choice,
     Features,
     Gradient,
     Message,
@@ -92,7 +93,7 @@ class Answers:
             self.uploads[name] = self._join(device, messages)
             return self.uploads[name]
         (reply,) = messages
-        if not isinstance(reply, Gradient | Settled | Activations | Update | PatchFeatures | Prototypes):
+        if not isinstance(reply, Gradient | Settled | Choice | Activations | Update | PatchFeatures | Prototypes):
             raise TrainingError(f"{name} answered {ask.name} with {reply.TYPE}", "start with an empty device state")
         return reply
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from contract.errors import ConfigError, suggest
-from contract.messages import Activations, Gradient, PatchFeatures, Prototypes, Settled, Update
+from contract.messages import Activations, Choice, Gradient, PatchFeatures, Prototypes, Settled, Update
 
 from ..store import Upload
 
@@ -58,6 +58,8 @@ class Settings:
     local_epochs: int = 1
     cuts: str = ""  # as `plan.parse_cuts` reads it
     quorum: int = 0  # 0 waits for all
+    average: str = "mean"  # one of aggregation.RULES
+    outlier: float = 100.0  # times the median move, from which on a part is left out; 0: none is
     threshold: str = "auto"  # as `similarity.read_threshold` reads it
     alone: int = 3  # rounds in which a device is averaged with nobody
     # What follows is for rounds that ask some devices only, and for EFTViT.
@@ -72,6 +74,14 @@ class Settings:
     prototype_shift: float = 2.0
     prototype_renewal: float = 0.5
     server_copies: str = "each"
+    # Of noise at the cut (P3SL and its baselines, algorithms.md 3).
+    sigma: str = "auto"  # as `plan.parse_sigma` reads it
+    fsim_threshold: float = 0.0  # T_FSIM; 0: the leakage table's own
+    aggregate_every: int = 5  # R, in epochs
+    average_by: str = "devices"
+    reference_accuracy: float = 0.0  # A_ref; 0: no floor
+    accuracy_loss: float = 0.05  # beta
+    sleep_least_s: float = 10.0  # 0: no device is told to sleep
 
 
 @dataclass(frozen=True)
@@ -82,10 +92,11 @@ class Ask:
 
     `step` numbers a question that moves a part of the model on the device: both sides then go back to a common
     checkpoint when one has lost its newest. Numbers rise from 1. `quorum` answers are enough when the other devices are
-    away or stuck; None waits for all. Never both: a device whose late step the server went on without would stand where
-    no checkpoint of the server's does, and take its site back for ever.
+    away or stuck; None waits for all. Never more than 0 with a step: a device whose late step the server went on
+    without would stand where no checkpoint of the server's does, and take its site back for ever. With 0 a device that
+    is away is passed over: its next question must be one that begins wherever it stands (`take_turn`).
 
-    Raises: ValueError for a question with both.
+    Raises: ValueError for a question with a step and a quorum above 0.
     """
 
     name: str
@@ -97,7 +108,7 @@ class Ask:
     own: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.step is not None and self.quorum is not None:
+        if self.step is not None and self.quorum:
             raise ValueError(
                 f"Ask {self.name!r} has step {self.step} and quorum {self.quorum}: a question that moves a part of the "
                 "model on the devices must wait for all of them; leave one of the two out"
@@ -123,7 +134,7 @@ class Progress:
     step: int
 
 
-Reply = Upload | Gradient | Settled | Activations | Update | PatchFeatures | Prototypes
+Reply = Upload | Gradient | Settled | Choice | Activations | Update | PatchFeatures | Prototypes
 Replies = Mapping[str, Reply]  # device -> what it answered to the last Ask
 Conduct = Generator[Ask | Record | Progress, "Replies | bool", None]
 

@@ -52,7 +52,7 @@ def test_a_label_mode_that_the_package_rules_out_is_refused(tmp_path: Path, pack
 
 
 MODES = ("raw-label", "permuted-label", "logit-gradient", "client-head")
-PART = {"load_part", "forward", "settle", "upload_part"}
+PART = {"load_part", "forward", "settle", "upload_part", "choose_split", "take_turn", "noisy_forward", "sleep"}
 ALLOWED: dict[tuple[str, str], set[str]] = {
     ("frontend", "permuted-label"): {"collect_features"},
     ("frontend", "logit-gradient"): {"collect_features", "score_batch"},

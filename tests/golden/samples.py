@@ -20,7 +20,10 @@ from contract.messages import (
     Bye,
     Challenge,
     Checkpoints,
+    Choice,
     Chunk,
+    Enrol,
+    Enrolled,
     Features,
     Gradient,
     Heartbeat,
@@ -33,6 +36,7 @@ from contract.messages import (
     Scores,
     Settled,
     Update,
+    Vouch,
     Welcome,
 )
 from contract.tokens import Statistics, TokenLayout
@@ -62,6 +66,9 @@ MESSAGES: dict[str, Message] = {
     "hello_first": Hello("pi-4", "0123456789abcdef", 1, 2, (), None, 0, None, "infer", None, 0, 262144),
     "challenge": Challenge(bytes(range(32))),
     "proof": Proof(bytes(range(64))),
+    "enrol": Enrol("pi-4", "0123456789abcdef", bytes(range(32))),
+    "vouch": Vouch(bytes(range(64)), bytes(range(64, 128))),
+    "enrolled": Enrolled("clinic", "0123456789abcdef"),
     "welcome": Welcome(
         *("s-1", "run-3", "clinic", "split_adaptation", "permuted-label", 10, _DIGEST, _DIGEST),
         *(1.0, 42, 16, 10.0, 5),
@@ -159,6 +166,30 @@ MESSAGES: dict[str, Message] = {
         {"classes": np.array([0, 2], np.uint16), "values": _floats(2, 4)},
     ),
     "ask_give_prototypes": Ask("a-13", "give_prototypes", {"after": 13}, 60.0),
+    "ask_choose_split": Ask(
+        "a-14",
+        "choose_split",
+        {"rule": "p3sl", "round": 3},
+        60.0,
+        {
+            "splits": np.array([1, 2], np.uint16),
+            "sigma": np.array([1.5, 0.25], np.float32),
+            "strengths": np.array([0.0, 1.25, 2.5], np.float32),
+            "leakage": np.array([[0.5, 0.375, 0.25], [0.375, 0.25, 0.25]], np.float32),
+        },
+    ),
+    "ask_take_turn": Ask(
+        *("a-15", "take_turn", {"step": 14, "after": 13, "base": 7, "cut": 2}, 60.0),
+        {"layer1.0.bn1.running_mean": _floats(2)},
+    ),
+    "ask_noisy_forward": Ask(
+        "a-16",
+        "noisy_forward",
+        {"after": 14, "batch": 1, "epoch": 1, "place": 1, "size": 64, "seed": 42, "rate": 0.125, "sigma": 1.5},
+        60.0,
+        {"gradient": _floats(2, 6)},
+    ),
+    "ask_sleep": Ask("a-17", "sleep", {"wake_s": 312.5}, 60.0),
     "features": Features(
         *("a-1", 0, 3, "train", _ids(2), _codes(2, 5, 4)),
         np.arange(8, dtype=np.uint16).reshape(2, 4),
@@ -169,6 +200,7 @@ MESSAGES: dict[str, Message] = {
     "gradient": Gradient("a-2", 0.75, 1, 2, _floats(2, 3)),
     "checkpoints": Checkpoints("a-3", (0, 2, 4)),
     "settled": Settled("a-4", 500),
+    "choice": Choice("a-14", 2),
     "activations": Activations("a-5", 0, 500, "train", _floats(2, 6), np.array([1, 0], np.uint16)),
     "activations_bare": Activations("infer-1", 1, 3, "infer", _floats(2, 6).astype(np.float16), None),
     "update": Update(

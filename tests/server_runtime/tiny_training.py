@@ -22,8 +22,9 @@ from torch.nn import functional
 from contract import manifest as package
 from contract import training
 from contract.cut_gradient import WireGradient, read_gradient
+from contract.cut_noise import image_noise
 from contract.epoch_order import batch_edges, epoch_order
-from contract.messages import ASK_KINDS, Activations, Gradient, Settled, Update
+from contract.messages import ASK_KINDS, Activations, Choice, Gradient, Settled, Update
 from contract.training import AugmentRule, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
 from exporter.split import create
@@ -152,6 +153,10 @@ class Device:
         self.name, self._shipped, self.images, self.labels, self.mode = name, model, images, labels, mode
         self.ids = [f"{twin or name}-{number}".encode() for number in range(len(images))]
         self.asked: list[str] = []
+        self.choose: Callable[[int], int] = lambda number: model.plan.cuts[0].index
+        self.offers: list[tuple[Mapping[str, Any], Mapping[str, np.ndarray]]] = []
+        self.rests_s: list[float] = []
+        self._kept: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         self.head = new_head(model.width, CLASSES, 5, name, torch.device("cpu")) if mode == "client-head" else None
         self._head_optimiser = (
             None if self.head is None else optimiser_of(model.plan.optimiser, [*self.head.parameters()])
@@ -237,6 +242,59 @@ class Device:
         assert self._numbers["batch"] > 0
         self._move()
         self._step, self._count = self._numbers["step"], 0
+        self._keep()
+        return Settled(self._ask, len(self.ids))
+
+    def _choose_split(self) -> Choice:
+        self.offers.append((self._numbers, dict(self._tensors)))
+        return Choice(self._ask, self.choose(self._numbers["round"]))
+
+    def _take_turn(self) -> Settled:
+        """As `edge_runtime.part_keeper` does it: own layers first, then the server's, then the package's."""
+        known = self._shipped.plan.cut(self._numbers["cut"])
+        assert known is not None
+        self._names = (*known.trainable, *known.buffers)
+        kept = self._kept if self._numbers["after"] else {}
+        own = {name: kept[name][0] for name in self._names if name in kept}
+        self._model = copy.deepcopy(self._shipped.module)
+        assert set(self._tensors) <= set(self._names)
+        self._put(self._model, {**self._tensors, **own})
+        self.part = family_of(self._model)[1].cut(self._model, known.index)[0].train()
+        self._optimiser = optimiser_of(self._shipped.plan.optimiser, [*self.part.parameters()])
+        for name, parameter in self.part.named_parameters():
+            if name in kept and kept[name][1]:
+                self._optimiser.state[parameter] = copy.deepcopy(kept[name][1])
+        self._step, self._count = self._numbers["step"], 0
+        self._keep()
+        return Settled(self._ask, len(self.ids))
+
+    def _keep(self) -> None:
+        """What would be on the disk: each tensor with its moments."""
+        held, live = self._model.state_dict(), dict(self.part.named_parameters())
+        self._kept = {
+            name: (
+                held[name].numpy().copy(),
+                copy.deepcopy(self._optimiser.state.get(live[name], {})) if name in live else {},
+            )
+            for name in self._names
+        }
+
+    def held(self) -> dict[str, np.ndarray]:
+        """The part as it was settled last."""
+        return {name: value for name, (value, _) in self._kept.items()}
+
+    def _noisy_forward(self) -> Activations:
+        reply = self._forward()
+        n = self._numbers
+        chosen = self.batch(n["seed"], n["epoch"], n["place"], n["size"])
+        noisy = np.stack([
+            values + image_noise(bytes(32), self.ids[place], b"", 0, n["sigma"], values.shape)
+            for place, values in zip(chosen, reply.values, strict=True)
+        ]) if n["sigma"] else reply.values  # fmt: skip
+        return replace(reply, values=noisy)
+
+    def _sleep(self) -> Settled:
+        self.rests_s.append(self._numbers["wake_s"])
         return Settled(self._ask, len(self.ids))
 
     def _upload_part(self) -> Update:
@@ -353,7 +411,7 @@ class Drive:
             reply = self.change(ask, device, self.devices[device].answer(ask, numbers))
             if reply is not None:
                 replies[device] = reply
-            if ask.step is not None:
+            if ask.step is not None and reply is not None:
                 assert ask.step > positions.get(device, 0)
                 positions[device] = ask.step
         return replies
