@@ -27,8 +27,8 @@ from tools.fleet_ledger import Ledger, Spent
 from tools.fleet_work import works_of
 from tools.reproduce_p3sl_world import STRATEGY, P3slWorld
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates
-from tools.simulation import Answers, Terms, adapt
-from tools.torch_worker import device_name
+from tools.simulation import Answers, Terms, adapt, part_accuracy
+from tools.torch_worker import PartDevice, device_name, with_images
 
 METHODS = {"p3sl": "p3sl", "asl": "asl", "ares": "ares", "ssl": "sequential_split", "psl": "parallel_split"}
 PUBLISHED, TABLE = "2.5", "table"
@@ -113,7 +113,9 @@ class P3slLaboratory:
         classes = len(self._world.split.classes)
         shipped = replace(plain, leakage=table, evaluation=Evaluation(images.numpy(), labels.numpy(), classes))
         works = self.works(cell.model)
-        owners = {device.name: self._owner(fleet, device.name, works) for device in fleet.devices}
+        privacy = from_leakage(table, [work.split for work in works])
+        noise = noise_of(cell.noise, table, privacy, self._rates.threshold)
+        owners = {device.name: self._owner(fleet, device.name, works, noise) for device in fleet.devices}
         name = f"{cell.model}-{cell.method}-{cell.noise}-{cell.environment}"
         devices = self._split.devices(name, STRATEGY, cell.seed, shipped, installed, owners)
         answers = Answers(devices, Terms(RUN, SITE, METHODS[cell.method], LABEL_MODE, 0.0, cell.seed))
@@ -135,10 +137,11 @@ class P3slLaboratory:
             begun_s = time.monotonic()
 
         adapt(strategy, ledger, Site(SITE, tuple(sorted(devices)), classes), note)
-        found = self._devices(cell, fleet, table, ledger, told, splits)
+        found = self._devices(fleet, privacy, noise, ledger, told, splits, self._judge(cell, strategy, devices, ledger))
         totals = {key: sum(each.joules[key] for each in found.values()) for key in next(iter(found.values())).joules}
         return {
-            "setting": setting_of(cell), "accuracy": curve[-1].test_accuracy,
+            "setting": f"{setting_of(cell)}, {self._rates.draw}", "accuracy": curve[-1].test_accuracy,
+            "own_accuracy": sum(each.own_accuracy for each in found.values()) / len(found),
             "bytes": sum(each.bytes_up + each.bytes_down for each in curve),
             "seconds": round(time.monotonic() - started_s, 2), "energy_j": totals["whole"], "energy_quality": QUALITY,
             "joules": totals, "epoch_s": ledger.clock() / self._rates.epochs,
@@ -150,6 +153,19 @@ class P3slLaboratory:
             "training_device": f"torch on {device_name(self._split.device)}",
         }  # fmt: skip
 
+    def _judge(
+        self, cell: P3slCell, strategy: PartStrategy, devices: Mapping[str, PartDevice], ledger: Ledger
+    ) -> dict[str, float]:
+        """Each device's own accuracy under its noise; but for P3SL, devices of one split hold the same in the end."""
+        found: dict[str, float] = {}
+        known: dict[object, float] = {}
+        for name, device in devices.items():
+            key = name if cell.method == "p3sl" else ledger.times[name].split
+            if key not in known:
+                known[key] = part_accuracy(strategy, with_images(device, self._world.split.test_folder()), RUN)
+            found[name] = known[key]
+        return found
+
     def works(self, model: str) -> list[Work]:
         """What a step of each part of the package takes."""
         if model not in self._works:
@@ -160,12 +176,17 @@ class P3slLaboratory:
             self._works[model] = works_of(folder.model, dict(folder.model_args), cuts)
         return self._works[model]
 
-    def _owner(self, fleet: Fleet, name: str, works: Sequence[Work]) -> Owner:
+    def _owner(self, fleet: Fleet, name: str, works: Sequence[Work], noise: NoiseTable) -> Owner:
+        """Its floor is the noise of the row, so that it predicts under it, too."""
         (device,) = (each for each in fleet.devices if each.name == name)
+        floor = ",".join(f"{split}={sigma:g}" for split, sigma in zip(noise.splits, noise.sigma, strict=True))
         return Owner(
-            {"privacy_weight": device.alpha, "power_cap_w": device.cap_w},
+            {
+                "privacy_weight": device.alpha, "power_cap_w": device.cap_w, "sigma_floor": floor,
+                "noise": self._rates.draw,
+            },
             costs_of(fleet, name, works, self._rates.batch),
-        )
+        )  # fmt: skip
 
     def _build(
         self, cell: P3slCell, shipped: Shipped, table: Table, works: Sequence[Work], ledger: Ledger
@@ -183,11 +204,10 @@ class P3slLaboratory:
         return strategies.find(METHODS[cell.method]).build(shipped, settings)
 
     def _devices(
-        self, cell: P3slCell, fleet: Fleet, table: Table, ledger: Ledger, told: Mapping[str, Metric],
-        splits: Mapping[str, Sequence[int]],
+        self, fleet: Fleet, privacy: PrivacyTable, noise: NoiseTable, ledger: Ledger, told: Mapping[str, Metric],
+        splits: Mapping[str, Sequence[int]], accuracy: Mapping[str, float],
     ) -> dict[str, P3slDevice]:  # fmt: skip
-        privacy = from_leakage(table, [work.split for work in self.works(cell.model)])
-        noise, found, spent = noise_of(cell.noise, table, privacy, self._rates.threshold), {}, ledger.spent()
+        found, spent = {}, ledger.spent()
         for device in fleet.devices:
             split = ledger.times[device.name].split
             sigma = noise.of(split)
@@ -195,8 +215,8 @@ class P3slLaboratory:
             own = spent[device.name]
             found[device.name] = P3slDevice(
                 split, tuple(splits[device.name]), device.alpha, sigma, privacy.at(split, 0.0),
-                privacy.at(split, sigma), None if chain is None else float(chain), own.awake_s / own.seconds,
-                joules(own, self._rates.epochs),
+                privacy.at(split, sigma), None if chain is None else float(chain), accuracy[device.name],
+                own.awake_s / own.seconds, joules(own, self._rates.epochs),
             )  # fmt: skip
         return found
 

@@ -36,6 +36,7 @@ def _cell(rows: Sequence[Row]) -> Row:
         "seeds": sorted(row["seed"] for row in rows),
         "accuracy": spread([row["accuracy"] for row in rows]),
         "chain": statistics.fmean(chains) if chains else None,
+        "own": spread([row["own_accuracy"] for row in rows]),
         "fsim_total": statistics.fmean(row["fsim_total"] for row in rows),
         "fsim_baselines": {
             name: statistics.fmean(row["fsim_baselines"][name] for row in rows) for name in rows[0]["fsim_baselines"]
@@ -77,7 +78,17 @@ def compare(cells: Sequence[Row]) -> list[Row]:
 def results_of(document: Row) -> Results:
     """The page of a reproduction."""
     cells, pairs = document["cells"], document["pairs"]
-    facts = ("data", "epochs", "batch", "learning_rate", "aggregate_every", "engine", "label_mode", "rows_missing")
+    facts = (
+        "data",
+        "epochs",
+        "noise",
+        "batch",
+        "learning_rate",
+        "aggregate_every",
+        "engine",
+        "label_mode",
+        "rows_missing",
+    )
     return Results(
         title="P3SL and what it is compared to",
         facts=tuple((name.replace("_", " "), document[name]) for name in facts),
@@ -106,12 +117,13 @@ def _main_table(cells: Sequence[Row]) -> Table:
     return Table(
         "Test accuracy in %, mean and standard deviation over seeds; FSIM of all devices together; modelled joules and "
         "seconds of an epoch; MB",
-        ("method, noise", "model, environment", "seeds", "accuracy", "chains", "FSIM", "no noise", "mean colour",
-         "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake", "seconds", "MB"),
+        ("method, noise", "model, environment", "seeds", "accuracy", "at devices", "chains", "FSIM", "no noise",
+         "mean colour", "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake", "seconds", "MB"),
         tuple(
             (
                 f"{cell['method']}, {cell['noise']}", f"{cell['model']}, {cell['environment']}", len(cell["seeds"]),
-                with_spread(cell["accuracy"]), None if cell["chain"] is None else f"{100 * cell['chain']:.1f}",
+                with_spread(cell["accuracy"]), with_spread(cell["own"]),
+                None if cell["chain"] is None else f"{100 * cell['chain']:.1f}",
                 f"{cell['fsim_total']:.2f}", f"{cell['fsim_baselines']['no_protection']:.2f}",
                 f"{cell['fsim_baselines']['mean_colour']:.2f}", f"{cell['fsim_baselines']['unrelated']:.2f}",
                 *(f"{cell['joules'][name]:.0f}" for name in ("work", "awake", "whole", "could_sleep")),
@@ -119,7 +131,8 @@ def _main_table(cells: Sequence[Row]) -> Table:
             )
             for cell in cells
         ),
-        note="Chains: a device's own part with the server's rest, mean over devices. Work: computing and the link. "
+        note="Accuracy: of W without noise. At devices: what each holds in the end, with its noise on what it sends. "
+        "Chains: a device's own part with the server's rest, without noise. Work: computing and the link. "
         "Awake: with waiting in one's turn. Whole: all the time between turns, too, asleep where the method tells "
         "devices when they are wanted. All sleep: as if every method did. All joules and seconds are modelled.",
     )  # fmt: skip
@@ -154,14 +167,15 @@ def _device_table(rows: Sequence[Row]) -> Table:
             shown.append(
                 (
                     name, ", ".join(place), each["split"], f"{each['alpha']:g}", f"{each['sigma']:.2f}",
-                    f"{each['fsim_clean']:.2f}", f"{each['fsim']:.2f}", chain, f"{100 * each['awake_share']:.0f} %",
+                    f"{each['fsim_clean']:.2f}", f"{each['fsim']:.2f}", chain, f"{100 * each['own_accuracy']:.1f}",
+                    f"{100 * each['awake_share']:.0f} %",
                     f"{each['joules']['whole']:.1f}",
                 )
             )  # fmt: skip
     return Table(
         "P3SL's devices: what each chose, what leaks, and its own chain",
-        ("device", "model, environment", "split", "alpha", "sigma", "FSIM before", "after", "chain in %", "awake",
-         "J an epoch"),
+        ("device", "model, environment", "split", "alpha", "sigma", "FSIM before", "after", "chain in %", "with noise",
+         "awake", "J an epoch"),
         tuple(shown),
     )  # fmt: skip
 

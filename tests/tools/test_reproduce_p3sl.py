@@ -114,24 +114,36 @@ def test_what_is_not_monotone_is_told() -> None:
     assert simulate.is_monotone({"joules": [1.0, None, 2.0], "fsim": [0.4, None, 0.3]})
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_remembered_noise_is_the_device_s_own(fresh: bool) -> None:
-    law = CutNoise(b"s" * 32, b"d" * 32, fresh, SigmaFloor())
+def test_remembered_noise_is_the_device_s_own() -> None:
+    law = CutNoise(b"s" * 32, b"d" * 32, False, SigmaFloor())
     remembered, z = RememberedNoise(law), np.ones((2, 3, 4, 4), np.float32)
     ids = [b"a" * 16, b"b" * 16]
     for sigma, cut, draw in ((1.0, 2, "x"), (1.0, 2, "y"), (0.5, 2, "z"), (0.5, 3, "z"), (0.0, 3, "z")):
         np.testing.assert_array_equal(remembered.add(z, ids, cut, sigma, draw), law.add(z, ids, cut, sigma, draw))
 
 
+def test_quick_fresh_noise_has_the_law_and_never_repeats() -> None:
+    noise, z = (
+        RememberedNoise(CutNoise(b"s" * 32, b"d" * 32, True, SigmaFloor())),
+        np.zeros((1, 64, 32, 32), np.float32),
+    )
+    first, second = (noise.add(z, [b"a" * 16], 1, 2.0, "x").astype(np.float64) for _ in range(2))
+    assert first.std() == pytest.approx(2.0, rel=0.02) and abs(first.mean()) < 0.05
+    assert (first**4).mean() / first.var() ** 2 == pytest.approx(6.0, rel=0.1)  # Laplace's kurtosis
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+
+
 def made_row(method: str, noise: str, accuracy: float, whole_j: float, seed: int = 0) -> dict[str, Any]:
     device = {
         "split": 3, "splits": [3], "alpha": 0.4, "sigma": 1.0, "fsim_clean": 0.5, "fsim": 0.4,
-        "chain": 0.5 if method == "p3sl" else None, "awake_share": 0.5, "joules": {"whole": whole_j},
+        "chain": 0.5 if method == "p3sl" else None, "own_accuracy": 0.4, "awake_share": 0.5,
+        "joules": {"whole": whole_j},
     }  # fmt: skip
     names = ("work", "awake", "whole", "could_sleep", "never_asleep")
     return {
         "model": "vgg16_bn", "environment": "A", "method": method, "noise": noise, "seed": seed, "accuracy": accuracy,
-        "setting": "a test", "fsim_total": 2.8, "bytes": 10, "epoch_s": 5.0, "joules": dict.fromkeys(names, whole_j),
+        "setting": "a test", "own_accuracy": 0.4,
+        "fsim_total": 2.8, "bytes": 10, "epoch_s": 5.0, "joules": dict.fromkeys(names, whole_j),
         "fsim_baselines": {"mean_colour": 2.0, "unrelated": 3.0, "no_protection": 3.5}, "devices": {"nano-1": device},
         "curve": [{"loss": 1.0, "test_accuracy": accuracy}],
     }  # fmt: skip
@@ -149,7 +161,17 @@ def test_p3sl_is_compared_with_each_baseline_on_points_and_joules() -> None:
     assert asl["energy_aim"] == 0.70 and ssl["energy_aim"] == 0.55
     assert ssl["points"] == pytest.approx(-0.05)
     facts = dict.fromkeys(
-        ("data", "epochs", "batch", "learning_rate", "aggregate_every", "engine", "label_mode", "rows_missing"),
+        (
+            "data",
+            "epochs",
+            "noise",
+            "batch",
+            "learning_rate",
+            "aggregate_every",
+            "engine",
+            "label_mode",
+            "rows_missing",
+        ),
         "a test",
     )
     page = results_of({**facts, "cells": cells, "pairs": compare(cells), "rows": rows})
@@ -167,7 +189,7 @@ def test_guesses_that_see_nothing_are_summed_over_the_devices() -> None:
 def test_a_row_is_the_product_s_own_session_under_the_model_s_clock(tmp_path: Path) -> None:
     fleet = load_fleet(PAPER, "A", 3)
     world = quick_p3sl_world(tmp_path / "world", tuple(device.name for device in fleet.devices))
-    rates = P3slRates(4, 16, 0.02, 2, 0.0)
+    rates = P3slRates(4, 16, 0.02, 2, 0.0, "fresh")
     table = sigma_table(range(1, 5))
     rows = {
         method: P3slLaboratory(world, {"A": fleet}, "onnxruntime", rates, 1).row(
@@ -194,7 +216,7 @@ def test_rows_are_kept_and_shown(tmp_path: Path) -> None:
     world = quick_p3sl_world(tmp_path / "world", tuple(device.name for device in fleet.devices))
     table = leakage_table(world, "resnet18", 1)
     assert table is not None and table.unit == "sigma"
-    laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0), 1)
+    laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0, "keyed"), 1)
     (cell,) = cells_of(options)
     row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, 1)
     assert row is not None
