@@ -32,7 +32,7 @@ from tools.reproduce_split_world import ARCHIVE
 
 STEPS = 20  # of alpha
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
-    "quick": {"model": "resnet18", "epochs": 5, "batch": 8, "learning_rate": 0.02, "engine": "onnxruntime"},
+    "quick": {"model": "resnet18", "epochs": 5, "batch": 8, "learning_rate": 0.15, "engine": "onnxruntime"},
     "full": {"model": "vgg16_bn", "epochs": 10, "batch": 64, "learning_rate": 0.01, "engine": "torch"},
 }
 Row = dict[str, Any]
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="default: 5, with --full 10")
     parser.add_argument("--aggregate-every", type=int, default=5, help="epochs, R (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 8, with --full 64)")
-    parser.add_argument("--learning-rate", type=float, help="highest of the cosine (default: 0.02, with --full 0.01)")
+    parser.add_argument("--learning-rate", type=float, help="highest of the cosine (default: 0.15, with --full 0.01)")
     parser.add_argument("--draw", choices=["keyed", "fresh"], default="keyed", help="noise (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     add_place(parser, f"{ARCHIVE}, with --full")
