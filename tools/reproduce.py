@@ -107,7 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shots", type=listed(int), help="images per class; default: 5 with --quick, else the study's")
     parser.add_argument("--kappas", type=listed(float), help="feature noise (default: the study's)")
     parser.add_argument("--cases", type=listed(str), help="of the studies that have cases (default: all)")
-    engines = ["torch", *(name for name in engine_names() if name != "fake")]
+    engines = ["torch", *(name for name in engine_names() if name not in ("fake", "tensorrt"))]
     parser.add_argument(
         "--engine", choices=engines, help="of the devices; default: onnxruntime with --quick, else torch"
     )

@@ -22,6 +22,7 @@ from contract.errors import UsageError, suggest
 from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from server_runtime.similarity import AUTOMATIC, CLOSE
 from tools.kept_rows import claim, finished
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import Row, compare, results_of, summarise
@@ -209,6 +210,8 @@ def finish(
         "learning_rate": options.body_learning_rate if METHODS[cell.method].modules is None else options.learning_rate,
         "alone": options.alone, "package_digest": digest, **vars(cell),
     }  # fmt: skip
+    if METHODS[cell.method].strategy == "eeft" and METHODS[cell.method].threshold == AUTOMATIC:
+        head["close"] = CLOSE  # rows that were computed by another rule are others
     row = finished(path, head)
     if row is None and laboratory is not None:
         with claim(path) as is_mine:
