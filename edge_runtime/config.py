@@ -45,7 +45,7 @@ FIELDS = (
     Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
-    Field("sigma_floor", str, "", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
+    Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
     Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
@@ -85,7 +85,7 @@ class DeviceConfig:
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
-    sigma_floor: str = ""
+    sigma_floor: str = "0"
     split: int | None = None
 
     @property

@@ -111,6 +111,12 @@ FIELDS = (
         "eeft: how much of each block's output is used at first, as the logit of a share: -3 means 0.05, 0 means 0.5",
     ),  # fmt: skip
     Field(
+        "start_skips",
+        float,
+        1.0,
+        "eeft: how loud the bypasses are at first, 0 to 1; 0 with --start-alpha 3 starts with the model as it is",
+    ),  # fmt: skip
+    Field(
         "peft",
         str,
         "all",
@@ -127,7 +133,7 @@ FIELDS = (
 _CHOICES = {"quantizer": QUANTIZERS, "tune": TUNES, "sent_patches": KEPT, "for": tuple(HOLDS), "optimiser": OPTIMISERS,
             "gradient": GRADIENTS, "activations": ACTIVATIONS, "peft": PEFTS, "distance": ("cosine", "l2")}  # fmt: skip
 OF_PROTOTYPES = ("projection", "distance", "no_normalise", "count_step")
-OF_MODULES = ("skips", "complexity", "start_alpha")
+OF_MODULES = ("skips", "complexity", "start_alpha", "start_skips")
 OF_TRAINING = ("classes", "optimiser", "momentum", "weight_decay", "augment", "gradient", "activations", "freeze",
                "recompute", "keep_patches", "peft", *OF_MODULES, *OF_PROTOTYPES)  # fmt: skip
 OF_FRONTENDS = ("alpha", "kappa", "kappa_max", "sent_patches", "prefix_noise", "quantizer", "tune", "limit_tuning",

@@ -47,17 +47,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class ModuleChoices:
-    """Of EEFT: k skips into a block, gamma of the complexity term, and where the logits start (algorithms.md 2.1)."""
+    """Of EEFT: k skips into a block, gamma of the complexity term, where the logits start (algorithms.md 2.1), and the
+    weight of the skips' norms at the start: 1 as published; with 0 they say nothing until they are trained."""
 
     skips: int = 3
     complexity: float = 0.3
     start_alpha: float = -3.0
+    start_skips: float = 1.0
     start_beta: float = 2.0
 
     def __post_init__(self) -> None:
         _require(self.skips >= 1, f"skips must be 1 or more, found {self.skips}")
         _require(0 <= self.complexity <= 1e6, f"complexity must be 0 or more, found {self.complexity}")
         _require(abs(self.start_alpha) <= 20, f"start-alpha must lie in -20..20, found {self.start_alpha}")
+        _require(0 <= self.start_skips <= 1, f"start-skips must lie in 0..1, found {self.start_skips}")
 
 
 @dataclass(frozen=True)

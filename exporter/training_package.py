@@ -257,7 +257,14 @@ def _whole(model: nn.Module, depth: int, head: str, classes: int | None, seed: i
 
 def _modules(model: nn.Module, choices: ModuleChoices, seed: int) -> SkipNetwork:
     torch.manual_seed(seed)
-    return SkipNetwork(model, choices).eval()
+    network = SkipNetwork(model, choices).eval()
+    own, whole = sum(map(sum, network.skip_sizes)), sum(network.block_sizes)
+    if own > whole / 2:
+        say(
+            f"warning: the modules have {own / 1e6:.1f} M parameters, the blocks themselves {whole / 1e6:.1f} M: "
+            "--skips 1 makes them smaller, fed_avg_own_heads does without them"
+        )
+    return network
 
 
 def _masked(whole: Part, k: int, layer: str) -> list[Part]:

@@ -12,7 +12,7 @@ import numpy as np
 from contract.errors import ConfigError
 
 AUTOMATIC = "auto"
-CLOSE = 0.05  # distances that are all below are no difference
+CLOSE = 0.05  # of logits: distances that are all below are no difference
 CLEAR = 0.25  # a gap counts from this share of the distances' range on
 
 
@@ -48,19 +48,28 @@ def distances(alphas: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-def find_threshold(found: np.ndarray) -> float:
+def close_of(start: np.ndarray) -> float:
+    """What CLOSE is among values in (0, 1) of factors whose logits began at `start` (L,).
+
+    At -3 a logit's change of 0.05 moves a factor by 0.0023, and short training moves none by 0.05.
+    """
+    alpha = sigmoid(start)
+    return CLOSE * float((alpha * (1.0 - alpha)).mean())
+
+
+def find_threshold(found: np.ndarray, close: float) -> float:
     """tau from distances (N, N): the lower end of their largest gap.
 
-    Where no gap is clear: everybody together if all are close, else only who is nearer than mean - deviation.
+    Where no gap is clear: everybody together if all are below `close`, else only who is nearer than mean - deviation.
     """
     pairs = np.sort(found[np.triu_indices(len(found), 1)])
     if len(pairs) == 0 or pairs[-1] == pairs[0]:
-        return float("inf") if len(pairs) == 0 or pairs[-1] < CLOSE else 0.0
+        return float("inf") if len(pairs) == 0 or pairs[-1] < close else 0.0
     gaps = np.diff(pairs)
     place = int(gaps.argmax())
     if gaps[place] >= CLEAR * (pairs[-1] - pairs[0]):
         return float(pairs[place])
-    return float("inf") if pairs[-1] < CLOSE else max(0.0, float(pairs.mean() - pairs.std()))
+    return float("inf") if pairs[-1] < close else max(0.0, float(pairs.mean() - pairs.std()))
 
 
 def neighbours(found: np.ndarray, tau: float) -> np.ndarray:

@@ -61,8 +61,10 @@ class Method:
 
 
 OWN = ModuleChoices()
+SILENT = replace(OWN, start_alpha=3.0, start_skips=0.0)
 METHODS: Mapping[str, Method] = {
     "eeft": Method("eeft", OWN),
+    "eeft-silent": Method("eeft", SILENT),
     "eeft-alpha3": Method("eeft", replace(OWN, start_alpha=3.0)),
     "fine-tuning": Method("fine_tuning"),
     "fedavg": Method("fed_avg_own_heads"),
@@ -75,8 +77,12 @@ METHODS: Mapping[str, Method] = {
     "eeft-k7": Method("eeft", replace(OWN, skips=7)),
     "eeft-ce": Method("eeft", replace(OWN, complexity=0.0)),
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
+    "eeft-silent-alone": Method("eeft", SILENT, "0"),
+    "eeft-silent-all": Method("eeft", SILENT, "inf"),
 }
-COMPARED = ("eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-alpha3", "fedmtl", "masking")
+COMPARED = (
+    "eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-silent", "eeft-alpha3", "fedmtl", "masking",
+)  # fmt: skip
 VARIANTS = ("eeft-alone", "eeft-alpha3")  # of EEFT, which a quick reproduction leaves out
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 

@@ -33,6 +33,7 @@ DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PACS_CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 DIGITS = tuple(map(str, range(10)))
+PRETRAINING = demo_model.Pretraining(100, 600.0, 1)  # quick: the steps decide, so that slow machines have the same
 # Images of a class that are packed: (train, test); fewer where a class has less, half of it then.
 PACKED = {"cifar10": (1000, 200), "pacs": (150, 40), "digits": (90, 40)}
 
@@ -102,7 +103,7 @@ class EeftWorld:
         if modules is None:
             return self.root / "body"
         text = f"modules-k{modules.skips}-gamma{modules.complexity:g}-alpha{modules.start_alpha:g}"
-        return self.root / text
+        return self.root / (text if modules.start_skips == 1.0 else f"{text}-skips{modules.start_skips:g}")
 
     def _names(self, group: Group, part: str) -> list[str]:
         found = members(self.images, f"{group.pool}/{part}/")
@@ -173,7 +174,7 @@ def quick_world(root: Path) -> EeftWorld:
         digits = made(root / "digits-public", lambda target: demo_data.digits(target, 1, 1))
         torch.manual_seed(1)
         model = create("resnet18", False, arguments)
-        demo_model.make_weights(path, model, digits / "public", demo.rule_of(model), demo_model.Pretraining(300, 60, 1))
+        demo_model.make_weights(path, model, digits / "public", demo.rule_of(model), PRETRAINING)
 
     weights = made(root / "pretrained.safetensors", pretrain)
     world = EeftWorld("quick", root, "resnet18", arguments, weights, {each.name: each for each in scenarios})
@@ -248,7 +249,7 @@ def export_modules(world: EeftWorld, modules: ModuleChoices | None) -> Path:
         kind = ["--for", "fed_avg_own_heads"]
         if modules is not None:
             kind = ["--for", "eeft", "--skips", modules.skips, "--complexity", modules.complexity]
-            kind += [f"--start-alpha={modules.start_alpha}"]
+            kind += [f"--start-alpha={modules.start_alpha}", "--start-skips", modules.start_skips]
         words = [
             sys.executable, "-m", "exporter.cli", "--model", world.model, *arguments, "--weights", world.weights,
             *kind, "--release-whole-model", "--augment", "crop=4,flip" if world.name == "full" else "crop=2",

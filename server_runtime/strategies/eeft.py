@@ -19,7 +19,7 @@ import numpy as np
 
 from ..aggregation import average
 from ..own_heads import LABEL_MODES, Answered, OwnHeads, Part, Released
-from ..similarity import distances, find_threshold, groups, neighbours, read_threshold, sigmoid
+from ..similarity import close_of, distances, find_threshold, groups, neighbours, read_threshold, sigmoid
 from . import Metric, Settings
 
 __all__ = ["LABEL_MODES", "build"]
@@ -36,7 +36,7 @@ def combine(rounds: OwnHeads, answered: Answered) -> Mapping[str, Metric]:
         return {"alpha": told, "threshold": None, "groups": None}
     d = distances([alphas[device] for device in ready])  # (N, N)
     fixed = read_threshold(rounds.settings.threshold)
-    tau = find_threshold(d) if fixed is None else fixed
+    tau = find_threshold(d, close_of(rounds.released.initial["alpha"])) if fixed is None else fixed
     near = neighbours(d, tau)
     averaged: dict[bytes, Part] = {}  # by row: devices with the same neighbours get the same
     for row, device in zip(near, ready, strict=True):

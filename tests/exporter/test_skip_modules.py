@@ -14,14 +14,22 @@ from contract.errors import ExportError, UsageError  # noqa: E402
 from exporter.plan import BACKBONE, ModuleChoices  # noqa: E402
 from exporter.skip_modules import SkipNetwork  # noqa: E402
 from exporter.training_package import set_modes, trained_names  # noqa: E402
+from tests.exporter import tiny  # noqa: E402
 
 BLOCK_SIZES = [73_984, 73_984, 230_144, 295_424, 919_040, 1_180_672, 3_673_088, 4_720_640]
 SMALL = {"channels": (8, 16, 24, 32), "layers": (1, 1, 1, 1), "num_classes": 4}
 
 
+VIT = "vit_tiny_patch16_224"
+
+
+def arguments_of(name: str) -> dict[str, object]:
+    return dict(tiny.ARGS) if name == VIT else SMALL
+
+
 def small(choices: ModuleChoices | None = None, name: str = "resnet18", **arguments: object) -> SkipNetwork:
     torch.manual_seed(3)
-    model = timm.create_model(name, **{**SMALL, **arguments})
+    model = timm.create_model(name, **{**arguments_of(name), **arguments})
     for norm in model.modules():  # not those of a fresh network, which change nothing
         if isinstance(norm, torch.nn.BatchNorm2d):
             norm.running_mean.normal_(0, 0.2)
@@ -46,22 +54,41 @@ def test_table_7_counts_the_head_of_cub() -> None:
     assert 1_145_728 + (512 * 200 + 200) + 8 + 21 == 1_248_357  # 1.25 M
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize(
+    ("name", "blocks", "skips", "parameters", "backbone"),
+    [
+        ("resnet34", 16, 45, 2_750_208, 21_284_672),
+        ("resnet50", 16, 45, 43_588_608, 23_508_032),
+        ("vit_small_patch16_224", 12, 33, 4_891_392, 21_665_664),
+    ],
+)
+def test_modules_around_other_models_have_the_sizes_of_the_guide(
+    name: str, blocks: int, skips: int, parameters: int, backbone: int
+) -> None:
+    with torch.device("meta"):
+        net = SkipNetwork(timm.create_model(name), ModuleChoices())
+    assert (len(net.alpha), len(net.beta)) == (blocks, skips)
+    assert sum(each.numel() for each in net.skips.parameters()) == parameters
+    assert sum(each.numel() for each in net.backbone.parameters()) == backbone
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", VIT])
 def test_factors_of_one_and_silent_skips_give_the_plain_network(name: str) -> None:
     net = small(name=name).eval()
-    plain = timm.create_model(name, **{**SMALL, "num_classes": 0})
+    plain = timm.create_model(name, **{**arguments_of(name), "num_classes": 0})
     plain.load_state_dict(net.backbone.state_dict())
     with torch.no_grad():
         net.alpha.fill_(float("inf"))
         for each in net.skips.modules():
-            if isinstance(each, torch.nn.BatchNorm2d):
+            if isinstance(each, torch.nn.BatchNorm2d | torch.nn.LayerNorm):
                 each.weight.zero_()
-        x = torch.randn(2, 3, 64, 64)
+        x = torch.randn(2, 3, 32, 32)
         assert torch.equal(net(x), plain.eval()(x))
 
 
-def test_training_leaves_every_tensor_of_the_backbone_as_it_was() -> None:
-    net = small()
+@pytest.mark.parametrize("name", ["resnet18", VIT])
+def test_training_leaves_every_tensor_of_the_backbone_as_it_was(name: str) -> None:
+    net = small(name=name)
     trained = trained_names(net, (BACKBONE,))
     assert trained and not any(name.startswith(BACKBONE) for name in trained)
     set_modes(net, trained)
@@ -112,9 +139,21 @@ def test_a_skip_meets_its_blocks_map_at_every_size() -> None:
         assert net(torch.randn(1, 3, side, side)).shape == (1, 32)
 
 
+@pytest.mark.parametrize("name", ["resnet18", VIT])
+def test_with_silent_skips_and_open_factors_the_model_starts_as_it_is(name: str) -> None:
+    net = small(ModuleChoices(start_alpha=20.0, start_skips=0.0), name).eval()
+    plain = timm.create_model(name, **{**arguments_of(name), "num_classes": 0})
+    plain.load_state_dict(net.backbone.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(net(x), plain.eval()(x), atol=1e-5)
+    assert not torch.allclose(small(ModuleChoices(start_alpha=20.0), name).eval()(x), plain(x), atol=1e-2)
+
+
 def test_other_networks_and_odd_choices_are_refused() -> None:
-    with pytest.raises(ExportError, match="timm's ResNet"):
-        SkipNetwork(timm.create_model("vgg11"), ModuleChoices())
-    for odd in ({"skips": 0}, {"complexity": -1.0}, {"start_alpha": 99.0}):
+    distilled = timm.create_model("deit_tiny_distilled_patch16_224", embed_dim=12, depth=1)
+    for other in (timm.create_model("vgg11"), distilled):
+        with pytest.raises(ExportError, match="timm's ResNet"):
+            SkipNetwork(other, ModuleChoices())
+    for odd in ({"skips": 0}, {"complexity": -1.0}, {"start_alpha": 99.0}, {"start_skips": 2.0}):
         with pytest.raises(UsageError):
             ModuleChoices(**odd)

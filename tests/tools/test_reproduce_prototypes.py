@@ -230,7 +230,7 @@ def test_the_command_keeps_its_rows(
     assert reproduce_prototypes.main([*words, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert reproduce_prototypes.main([*words, "--table"]) == 0
-    assert "proto over vanilla, outlined, last round" in capsys.readouterr().out
+    assert "proto over vanilla, tinted, last round" in capsys.readouterr().out
     with pytest.raises(UsageError, match="no finished row"):
         reproduce_prototypes.main([*words, "--seeds", "7", "--table"])
 
