@@ -27,6 +27,7 @@ from tqdm import tqdm
 from contract.errors import CutlayerError, UsageError, suggest
 
 DEBUG = "CUTLAYER_DEBUG"
+LOG = "CUTLAYER_LOG"  # "json": every line on stderr is one JSON object
 LINE_INTERVAL_S = 10.0
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 WORD_LETTERS_MOST = 400  # of a wrong value, as it is shown; a path may be long
@@ -86,7 +87,7 @@ def _complain(cause: str, cure: str) -> None:
     if os.environ.get(DEBUG) == "1":
         traceback.print_exc()
     text = f"{cause}\n  cure: {cure}"
-    say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text))
+    say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text), level="error")
 
 
 def _discard(stream: TextIO) -> None:
@@ -130,10 +131,19 @@ def print_document(kind: str, data: Mapping[str, object]) -> None:
     print(json.dumps(document, allow_nan=False, indent=2))
 
 
-def say(text: str) -> None:
-    """Print a line for a person on stderr, above any progress bar; where it cannot be written, the work goes on."""
+def say(text: str, level: str = "info") -> None:
+    """Print a line for a person on stderr, above any progress bar; with CUTLAYER_LOG=json it is a JSON object.
+
+    Where it cannot be written, the work goes on. A moment is told by the clock that runs since the machine was started,
+    as the other may be set, or never was.
+    """
     with contextlib.suppress(OSError):
-        tqdm.write(text, file=sys.stderr)
+        if os.environ.get(LOG) != "json":
+            tqdm.write(text, file=sys.stderr)
+            return
+        level = "warning" if text.startswith("warning: ") else level
+        line = {"level": level, "message": text, "monotonic_s": round(time.monotonic(), 3), "pid": os.getpid()}
+        print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
 class Progress(Protocol[T_co]):
@@ -209,5 +219,8 @@ class LineProgress(Iterable[T]):
         elapsed_s = self._said_s - self._started_s
         rate = f", {self._done / elapsed_s:.1f} {self._unit}/s" if elapsed_s > 0 else ""
         line = f"{self._description}: {self._done}{self._of_total} {self._unit}, {elapsed_s:.0f} s{rate}"
+        if self._out is None:
+            say(line)
+            return
         with contextlib.suppress(OSError):  # as `say`
-            print(line, file=self._out or sys.stderr, flush=True)
+            print(line, file=self._out, flush=True)

@@ -47,6 +47,7 @@ class FieldLimits:
     features: int = 32
     nonce_bytes: int = 32
     signature_bytes: int = 64
+    public_key_bytes: int = 32
     credit: int = 1024
     checkpoints: int = 8
     classes: int = 4096  # with prototypes of their own in one message
@@ -302,6 +303,53 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Enrol:
+    """Device: let this be my key (32 raw bytes of Ed25519) from now on; the key `by` vouches for it, which is that of a
+    one-time claim, or the one that I have had until now."""
+
+    TYPE: ClassVar[str] = "enrol"
+
+    device: str
+    by: str
+    public_key: bytes
+
+    def __post_init__(self) -> None:
+        _require_name(self, "device")
+        _require(self, "by", _KEY_ID.fullmatch(self.by) is not None, "16 hex digits")
+        valid = len(self.public_key) == LIMITS.public_key_bytes
+        _require(self, "public_key", valid, f"{LIMITS.public_key_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class Vouch:
+    """Device: signatures over `contract.signature.enrol_payload`, by the key that vouches and by the new key itself."""
+
+    TYPE: ClassVar[str] = "vouch"
+
+    signature: bytes
+    own_signature: bytes
+
+    def __post_init__(self) -> None:
+        for name in ("signature", "own_signature"):
+            valid = len(getattr(self, name)) == LIMITS.signature_bytes
+            _require(self, name, valid, f"{LIMITS.signature_bytes} bytes")
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """Server: this key is yours from now on, at this site; connect anew with it."""
+
+    TYPE: ClassVar[str] = "enrolled"
+
+    site: str
+    key_id: str
+
+    def __post_init__(self) -> None:
+        _require_name(self, "site")
+        _require(self, "key_id", _KEY_ID.fullmatch(self.key_id) is not None, "16 hex digits")
+
+
+@dataclass(frozen=True)
 class Welcome:
     """Server: you are in; this is the session, the terms of the run, and what is stored of yours."""
 
@@ -537,7 +585,7 @@ class Update:
         _require_count(self, "count")
         _require(self, "mean_loss", abs(self.mean_loss) < float("inf"), "a finite loss")
         _require(self, "correct", 0 <= self.correct <= self.count, f"0 to {self.count}")
-        _require_parameters(self.TYPE, self.tensors)
+        _require_parameters(self.TYPE, self.tensors, finite=False)  # the server's gates leave it out, and say why
 
 
 @dataclass(frozen=True, eq=False)
@@ -644,7 +692,7 @@ class Bye:
 
 
 Message = (
-    Hello | Challenge | Proof | Welcome | Refuse
+    Hello | Challenge | Proof | Welcome | Refuse | Enrol | Vouch | Enrolled
     | Ask | Features | Scores | Gradient | Checkpoints | Settled | Choice | Activations | Update
     | PatchFeatures | Prototypes | Chunk
     | Heartbeat | Bye
@@ -653,7 +701,7 @@ Message = (
 MESSAGES: Mapping[str, type[Message]] = {
     message.TYPE: message
     for message in (
-        *(Hello, Challenge, Proof, Welcome, Refuse),  # the handshake
+        *(Hello, Challenge, Proof, Welcome, Refuse, Enrol, Vouch, Enrolled),  # the handshake
         # the work: numbered, acknowledged
         *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Choice, Activations, Update),
         *(PatchFeatures, Prototypes, Chunk),
@@ -731,7 +779,10 @@ def _require_tensors(where: str, tensors: Mapping[str, Array], rules: Mapping[st
 
 
 def _require_parameters(
-    where: str, tensors: Mapping[str, Array], types: tuple[type[np.generic], ...] = (np.float32,)
+    where: str,
+    tensors: Mapping[str, Array],
+    types: tuple[type[np.generic], ...] = (np.float32,),
+    finite: bool = True,
 ) -> None:
     for name, array in tensors.items():
         named = 0 < len(name) <= LIMITS.tensor_characters and _TENSOR.fullmatch(name) is not None
@@ -741,7 +792,8 @@ def _require_parameters(
             shape = "x".join(map(str, array.shape))
             kinds = " or ".join(str(np.dtype(each)) for each in types)
             raise _broken(f"{where}: tensor {name}", f"{kinds} of one value or more", f"{array.dtype} {shape}")
-        _require_finite(where, name, array)
+        if finite:
+            _require_finite(where, name, array)
 
 
 def _require_finite(where: str, name: str, array: Array) -> None:

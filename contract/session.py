@@ -10,6 +10,7 @@ state and where that leads. What is not in the table is an error: ours (LocalPro
 state is as before) or theirs (RemoteProtocolError: the state is BROKEN, the connection must be closed).
 
     START -hello-> GREETED -challenge-> CHALLENGED -proof-> PROVEN -welcome-> OPEN -bye-> CLOSED
+    START -enrol-> GREETED -challenge-> CHALLENGED -vouch-> PROVEN -enrolled-> CLOSED
     (the server may `refuse` in any of them; who says bye is LEAVING until the peer says it too)
 
 Numbers. Every message of the work (ask, features, scores, gradient, checkpoints) has the next number of its direction.
@@ -76,6 +77,10 @@ _HANDSHAKE = (
     (Role.SERVER, State.GREETED, "challenge", State.CHALLENGED),
     (Role.DEVICE, State.CHALLENGED, "proof", State.PROVEN),
     (Role.SERVER, State.PROVEN, "welcome", State.OPEN),
+    # A conversation of its own, about a new key; that a vouch follows no hello is the server's rule.
+    (Role.DEVICE, State.START, "enrol", State.GREETED),
+    (Role.DEVICE, State.CHALLENGED, "vouch", State.PROVEN),
+    (Role.SERVER, State.PROVEN, "enrolled", State.CLOSED),
 )
 _WORK = {
     Role.DEVICE: (

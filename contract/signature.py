@@ -35,6 +35,8 @@ PublicKey = Ed25519PublicKey
 
 _LINE = re.compile(rb"cutlayer-signature-v1 ([0-9a-f]{16}) ([A-Za-z0-9+/]{85}[AQgw]==)\n")  # one text per signature
 _PROOF_PURPOSE = b"cutlayer-proof-v1\0"  # a device signs nothing without it, so a proof fits nowhere else
+_ENROL_PURPOSE = b"cutlayer-enrol-v1\0"
+_TOKEN = re.compile(r"claim-([A-Za-z0-9_-]{43})")
 _CURE_UNTRUSTED = "install a package of a publisher you trust, or add the publisher's public key to the trusted keys"
 _CURE_ALTERED = "do not use these files: get the package again from its publisher"
 
@@ -49,7 +51,7 @@ def generate() -> PrivateKey:
 
 def key_id(public: PublicKey) -> str:
     """Name of a key: the first 16 hex digits of SHA-256 over its 32 raw bytes."""
-    return hashlib.sha256(public.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()[:16]
+    return hashlib.sha256(raw_public(public)).hexdigest()[:16]
 
 
 def load_private(path: Path) -> PrivateKey:
@@ -95,7 +97,7 @@ def save_public(path: Path, key: PublicKey) -> None:
 
     Raises: UsageError if the file exists or cannot be written.
     """
-    _write_new(path, key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo), mode=0o644)
+    _write_new(path, public_pem(key), mode=0o644)
 
 
 # --- signatures of files -----------------------------------------------------------------------------------------
@@ -142,6 +144,47 @@ def proof_payload(nonce: bytes, channel_binding: bytes, device: str, session: st
     With the channel binding in it, a proof that was relayed over another connection is worth nothing.
     """
     return _PROOF_PURPOSE + to_json([nonce.hex(), channel_binding.hex(), device, session or ""])
+
+
+def enrol_payload(nonce: bytes, channel_binding: bytes, device: str, by: str, public_key: bytes) -> bytes:
+    """What a new key and the key that vouches for it sign: nonce, TLS channel, the device's name, and both keys."""
+    return _ENROL_PURPOSE + to_json([nonce.hex(), channel_binding.hex(), device, by, public_key.hex()])
+
+
+def claim_token(claim: PrivateKey) -> str:
+    """The text by which an operator hands a one-time claim to a device: its private key. A server keeps the public one,
+    from which nobody can enrol."""
+    raw = claim.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+    return "claim-" + base64.urlsafe_b64encode(raw).decode("ascii").rstrip("=")
+
+
+def read_claim(token: str) -> PrivateKey:
+    """The key in a token.
+
+    Raises: UsageError; the token is not in its text.
+    """
+    found = _TOKEN.fullmatch(token.strip())
+    if found is None:
+        raise UsageError(
+            f"the claim should be 'claim-' and 43 characters, found {len(token.strip())} characters of something else",
+            "copy the line that server-run claim printed",
+        )
+    return Ed25519PrivateKey.from_private_bytes(base64.urlsafe_b64decode(found[1] + "="))
+
+
+def raw_public(public: PublicKey) -> bytes:
+    """The 32 bytes of a public key."""
+    return public.public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def read_raw_public(raw: bytes) -> PublicKey:
+    """The public key of 32 bytes."""
+    return Ed25519PublicKey.from_public_bytes(raw)
+
+
+def public_pem(public: PublicKey) -> bytes:
+    """A public key as PEM."""
+    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def sign_raw(private: PrivateKey, data: bytes) -> bytes:

@@ -12,15 +12,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from contract import commands
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.output import check_output_file
+from edge_runtime import commands as edge_commands
 from edge_runtime.config import (
     FIELDS,
     LABEL_MODES,
@@ -44,23 +48,27 @@ FORMATS = ("table", "csv", "json")
 PREVIEW_NEEDS = ("engine", "trust", "state")
 RELEASES_NEEDS = ("state",)
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
+KEEP_MB = 1024
+JOULES_PER_WH = 3600.0
 EPILOG = "Settings that are not given come from CUTLAYER_DEVICE_* variables, edge.toml or cutlayer.toml [device]."
 
 
 def parser() -> ArgumentParser:
     """Every setting of the configuration is a flag; the rest is about this one call."""
-    commands = ArgumentParser(
-        "edge-run", "Run a model's frontend on this device's images and adapt with the server.", EPILOG
+    flags = ArgumentParser(
+        "edge-run",
+        "Run a model's frontend on this device's images and adapt with the server.",
+        f"{EPILOG} {commands.epilog('edge-run', commands.names(edge_commands))}",
     )
     for field in FIELDS:
-        commands.add_argument(
+        flags.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,
             choices=CHOICES.get(field.name),
             metavar=None if field.name in CHOICES else field.name.upper(),
             help=field.described,
         )
-    purposes = commands.add_mutually_exclusive_group()
+    purposes = flags.add_mutually_exclusive_group()
     purposes.add_argument(
         "--infer", action="store_true", help="predict the classes of the images instead of adapting to them"
     )
@@ -78,28 +86,41 @@ def parser() -> ArgumentParser:
         help="tell what of each image has ever left this device, and stop. Needs --state; with --data files have names",
     )
     purposes.add_argument(
+        "--offline",
+        action="store_true",
+        help="make features without a server and keep them for edge-run sync; the settings are those of a run",
+    )
+    purposes.add_argument(
         "--prewarm",
         action="store_true",
         help="install the package and build the TensorRT plan now, and stop. Needs --engine, --trust and --state",
     )
-    commands.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
-    commands.add_argument(
+    flags.add_argument("--budget", type=float, metavar="WH", help="with --offline: stop after so many watt-hours")
+    flags.add_argument("--until", metavar="TIME", help="with --offline: stop at HH:MM, or after +N s, m or h")
+    flags.add_argument(
+        "--keep-mb",
+        type=int,
+        metavar="N",
+        help=f"with --offline: most MB that are kept, oldest go first and are counted (default: {KEEP_MB})",
+    )
+    flags.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
+    flags.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
-    commands.add_argument(
+    flags.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
         help="write the report to FILE instead of stdout; with --preview a folder",
     )
-    commands.add_argument(
+    flags.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration file instead of ./edge.toml or ./cutlayer.toml"
     )
-    commands.add_argument(
+    flags.add_argument(
         "--show-config", action="store_true", help="print every setting and where it comes from, and stop"
     )
-    return commands
+    return flags
 
 
 def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], directory: Path) -> int:
@@ -122,15 +143,39 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return 0
     if isinstance(config, PreviewConfig):
         return show_preview(config, arguments)
+    for name in ("budget", "until", "keep_mb"):
+        if getattr(arguments, name) is not None and not arguments.offline:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing without --offline", "leave it out")
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
     if isinstance(config, PrewarmConfig):
         return show_prewarmed(config, arguments)
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
+    if arguments.offline:
+        return work_offline(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
+    if report is not None:
+        print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def work_offline(config: DeviceConfig, arguments: argparse.Namespace) -> int:
+    """A day without a server. Raises: CutlayerError."""
+    from edge_runtime.offline import Bounds, parse_until, run_offline
+
+    for name in ("budget", "keep_mb"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"--{name.replace('_', '-')} should be more than 0, found {value}", "correct it")
+    until_s = None
+    if arguments.until is not None:
+        until_s = time.monotonic() + parse_until(arguments.until, datetime.now().astimezone())
+    energy_j = None if arguments.budget is None else arguments.budget * JOULES_PER_WH
+    bounds = Bounds(energy_j, until_s, (arguments.keep_mb or KEEP_MB) * 1_000_000)
+    report = asyncio.run(run_offline(config, bounds, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
@@ -216,12 +261,18 @@ def print_text(output: Path | None, write: Callable[[], None]) -> None:
         write_output(output, text.getvalue().encode())
 
 
+def edge_run_or_command(words: Sequence[str]) -> int:
+    """A command beside running, or a run. Raises: CutlayerError."""
+    code = commands.run_named("edge-run", edge_commands, words)
+    return edge_run(parser().parse_args(words), os.environ, Path.cwd()) if code is None else code
+
+
 def main() -> int:
     """Entry point of edge-run."""
     stop_on_sigterm()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names in a terminal that lacks their letters
-    code = run_command(lambda: edge_run(parser().parse_args(), os.environ, Path.cwd()))
+    code = run_command(lambda: edge_run_or_command(sys.argv[1:]))
     if workers_left():
         sys.stderr.flush()  # stdout was flushed above
         os._exit(code)  # a worker left behind in native code must not crash the interpreter's end

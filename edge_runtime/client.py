@@ -37,6 +37,7 @@ from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
+from edge_runtime.standing import Link
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
 CLOSED_AS_REPLACED = 4000  # the server's close code for an older session of a device
@@ -90,6 +91,7 @@ class Client:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
         beginning and the end of a rest that the server gave this device."""
         self.traffic = Traffic()
+        self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
@@ -134,7 +136,10 @@ class Client:
             if once:
                 raise UnreachableError(told.cause, told.cure) from failure
             retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
-            await self._wait(told, self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), stop)
+            wait_s, now_s = self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), time.monotonic()
+            since_s = now_s if self.link.connected else self.link.since_s
+            self.link = Link(False, since_s, told.cause, told.cure, now_s + wait_s)
+            await self._wait(told, wait_s, stop)
 
     async def _wait(self, told: Failure, wait_s: float, stop: asyncio.Event) -> None:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
@@ -196,6 +201,7 @@ class Client:
     async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
         async with connect(self._endpoint.server, **self._options(context)) as socket:
             self._connected = True
+            self.link = Link(True, time.monotonic())
             self.traffic.connections += 1
             self._conduct.connect(channel_binding(socket))
             tasks = [
@@ -218,20 +224,9 @@ class Client:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _options(self, context: ssl.SSLContext | None) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "ssl": context,
-            "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
-            "max_size": CODEC_LIMITS.frame_bytes,
-            "max_queue": 4,
-            "open_timeout": self._limits.open_s,
-            "close_timeout": self._limits.goodbye_s,
-            "ping_interval": None,
-        }
+        options = socket_options(self._endpoint.server, context, self._limits)
         if self._marks is not None:
             options["create_connection"] = connection_that_tells(self._marks)
-        takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
-        if takes_proxy and is_loopback(urlsplit(self._endpoint.server).hostname or ""):
-            options["proxy"] = None  # else the environment's would be asked for this very machine
         return options
 
     async def _read(self, socket: ClientConnection) -> None:
@@ -328,6 +323,24 @@ def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
+
+
+def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:
+    """How this device's sockets are opened."""
+    limits = limits or ClientLimits()
+    options: dict[str, Any] = {
+        "ssl": context,
+        "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
+        "max_size": CODEC_LIMITS.frame_bytes,
+        "max_queue": 4,
+        "open_timeout": limits.open_s,
+        "close_timeout": limits.goodbye_s,
+        "ping_interval": None,
+    }
+    takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
+    if takes_proxy and is_loopback(urlsplit(server).hostname or ""):
+        options["proxy"] = None  # else the environment's would be asked for this very machine
+    return options
 
 
 def channel_binding(socket: ClientConnection) -> bytes:

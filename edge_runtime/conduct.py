@@ -32,7 +32,7 @@ from edge_runtime.spool import Spool
 from edge_runtime.terms import Terms, check_ask, check_welcome, refusal
 from edge_runtime.unanswered import Unanswered
 
-AUTH_CODES = ("unknown-device", "wrong-key")
+AUTH_CODES = ("unknown-device", "wrong-key", "not-enrolled", "revoked", "claim")
 FINAL_REASONS = ("collected", "done")  # what a server says when it needs this device no longer
 
 

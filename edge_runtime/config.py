@@ -40,11 +40,12 @@ FIELDS = (
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
+    Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
-    Field("sigma_floor", str, "", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
+    Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
     Field("plug", str, None, "TP-Link smart plug that feeds this device, HOST[:PORT][/OUTLET], to measure energy by"),
@@ -79,11 +80,12 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
+    metrics: str | None = None
     require: str | None = None
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
-    sigma_floor: str = ""
+    sigma_floor: str = "0"
     split: int | None = None
 
     @property
@@ -133,6 +135,7 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_caps(config)
     check_protection(config)
     check_server(config.server)
+    check_metrics(config.metrics)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
     require_range("split", config.split, 1, 0xFFFF)
@@ -212,6 +215,23 @@ def check_server(server: str) -> None:
             f"server {server} would send features over {host} without TLS",
             "use wss:// (and --ca for a certificate of your own)",
         )
+
+
+def check_metrics(metrics: str | None) -> tuple[str, int] | None:
+    """Host and port of a setting; None where there is none.
+
+    Raises: ConfigError where it is none, or leaves this machine.
+    """
+    if metrics is None:
+        return None
+    host, _, port = metrics.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536 and is_loopback(host)):
+        raise ConfigError(
+            f"metrics should be HOST:PORT of this machine, such as 127.0.0.1:9101, found {metrics!r}",
+            "energy stays on the device: let an agent here collect it",
+        )
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

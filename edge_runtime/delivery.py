@@ -18,6 +18,7 @@ from contract.messages import Ask, Features, Heartbeat, Welcome
 from edge_runtime.conduct import Order
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.spool import Spool
+from edge_runtime.stored import StoredWorker
 from edge_runtime.threads import start_worker
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.worker import Upload, Worker
@@ -47,7 +48,9 @@ class UploadNote:
     fresh: str | None
 
 
-def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_draw: Callable[[], str | None]) -> Upload:
+def plan_upload(
+    ask: Ask, frame_bytes: int, worker: Worker | StoredWorker, spool: Spool, new_draw: Callable[[], str | None]
+) -> Upload:
     """Where an upload begins: at its first batch, behind those that the spool or the server has, or again at the first
     when the server had all of them and asks nevertheless.
 
@@ -56,12 +59,12 @@ def plan_upload(ask: Ask, welcome: Welcome, worker: Worker, spool: Spool, new_dr
     """
     note = read_note(spool)
     if note is None or note.ask != ask.ask:
-        upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), welcome.frame_bytes, fresh=new_draw())
+        upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), frame_bytes, fresh=new_draw())
         note = UploadNote(ask.ask, upload.kappa, spool.next_seq, worker.fingerprint(upload), upload.fresh)
         spool.annotate(json.dumps(asdict(note)))
         return upload
     done = max(0, spool.next_seq - note.first_seq)
-    upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), welcome.frame_bytes, done, note.fresh)
+    upload = Upload(ask.ask, "train", float(ask.parameters["kappa"]), frame_bytes, done, note.fresh)
     if worker.fingerprint(upload) != note.fingerprint:
         raise DataError(
             f"the upload {ask.ask} was begun with other images or settings ({done} batches of it are on their way)",
@@ -110,7 +113,7 @@ class Delivery:
 
     def __init__(
         self,
-        worker: Worker | PartWorker,
+        worker: Worker | PartWorker | StoredWorker,
         spool: Spool,
         new_draw: Callable[[], str | None],
         window: Unanswered | None,
@@ -183,8 +186,8 @@ class Delivery:
             self.failure = error
 
     def _answer(self, ask: Ask, welcome: Welcome) -> None:
-        if ask.kind == "collect_features" and isinstance(self._worker, Worker):
-            upload = plan_upload(ask, welcome, self._worker, self._spool, self._new_draw)
+        if ask.kind == "collect_features" and isinstance(self._worker, Worker | StoredWorker):
+            upload = plan_upload(ask, welcome.frame_bytes, self._worker, self._spool, self._new_draw)
             note = read_note(self._spool)
             self._upload = (note.first_seq, self._worker.batch_size(upload)) if note else None
         else:

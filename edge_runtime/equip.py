@@ -33,7 +33,7 @@ from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters import open_plug, probe, read_model
-from edge_runtime.package_choice import PackageChoice, choose_package
+from edge_runtime.package_choice import DEFAULT_ENGINE, PackageChoice, choose_package
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.pipeline import Frontend
 from edge_runtime.reconnect import BUILT
@@ -143,6 +143,11 @@ def equip_state(
     codes_changed: float | None = None
     worker: Worker | PartWorker
     if plan is not None and not installed.manifest.cuts:
+        if config.require not in (None, DEFAULT_ENGINE):
+            raise EngineError(
+                f"{config.require} is required (--require), and parts are trained by {DEFAULT_ENGINE}",
+                "leave --require out with this package",
+            )
         facts = EngineFacts(f"onnxruntime {onnxruntime_version()}", threads, None, None, None)
         from edge_runtime.equip_parts import equip_parts  # it loads onnxruntime, as `open_engine` does for others
 

@@ -8,6 +8,7 @@ them; and at last one rename. The laws of each step are `contract`'s.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -31,6 +32,9 @@ from edge_runtime.engines import Engine
 from edge_runtime.state import sync_folder
 
 GOLDEN_NAME = "golden.safetensors"
+CURRENT, PREVIOUS = "current", "previous"  # links to packages
+QUARANTINE = "quarantine.json"
+QUARANTINE_BYTES = 1 << 20
 COPY_BLOCK_BYTES = 1 << 20
 FETCH = "copy the package folder again from the server"
 
@@ -85,6 +89,29 @@ def install(
 ) -> Installed:
     """Verify the package in `source` and make it the current one under `packages`.
 
+    What an update left to go back to (`update`) stays only while the same package is current.
+    Raises: as `stage`.
+    """
+    staged = stage(source, packages, trusted, open_frontend, say)
+    try:
+        if current_name(packages) != staged.folder.name:
+            (packages / PREVIOUS).unlink(missing_ok=True)
+            point(packages, CURRENT, staged.folder.name)
+        shed_others(packages)
+    except OSError as error:
+        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
+    return staged
+
+
+def stage(
+    source: Path,
+    packages: Path,
+    trusted: Mapping[str, PublicKey],
+    open_frontend: Callable[[Path], Engine],
+    say: Callable[[str], None],
+) -> Installed:
+    """Verify the package in `source` and copy it to its place under `packages`, beside the current one.
+
     `open_frontend` opens the frontend without noise, for the golden vectors; a package without one never calls it.
     Raises: SignatureError, ManifestError, RollbackError, PackageError, EngineError; DeviceError when the disk refuses.
     """
@@ -95,6 +122,7 @@ def install(
     if manifest.signer != signer:
         raise SignatureError(f"the manifest names signer {manifest.signer}, the signature is of {signer}", FETCH)
     package_digest = digest(signed)
+    refuse_quarantined(package_digest, packages)
     refuse_rollback(manifest, package_digest, packages)
     folder = packages / package_digest.hex()
     try:
@@ -111,8 +139,6 @@ def install(
                 os.rename(incoming, folder)
             finally:
                 shutil.rmtree(incoming, ignore_errors=True)
-        point_current(packages, folder.name)
-        shed_others(packages, folder.name)
     except OSError as error:
         raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
     return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db, training)
@@ -130,9 +156,33 @@ def read_limited(path: Path, limit_bytes: int) -> bytes:
     return data
 
 
+def quarantined(packages: Path) -> dict[str, str]:
+    """Digests (hex) of packages that failed on this device, with the reason; an unreadable list is none."""
+    try:
+        found = json.loads((packages / QUARANTINE).read_bytes()[:QUARANTINE_BYTES])
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: reason for name, reason in found.items() if isinstance(reason, str)}
+
+
+def refuse_quarantined(package_digest: bytes, packages: Path) -> None:
+    """Raises: PackageError when this very package failed here before."""
+    reason = quarantined(packages).get(package_digest.hex())
+    if reason is not None:
+        raise PackageError(
+            f"package {package_digest.hex()[:12]} was tried on this device and failed: {reason}",
+            f"sign a better one with a higher version; to try this one again, delete {packages / QUARANTINE}",
+        )
+
+
 def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -> None:
     """Raises: RollbackError when this name was installed with a higher version, or with this one and other content."""
+    failed = quarantined(packages)
     for path in sorted(packages.glob(f"*/{MANIFEST_NAME}")):
+        if path.parent.is_symlink() or path.parent.name in failed:
+            continue  # a version that failed here is none to stay above
         try:
             data = path.read_bytes()
             known = from_bytes(data)
@@ -286,19 +336,28 @@ def signal_to_noise_db(expected: NDArray[np.float32], found: NDArray[np.float32]
     return 10.0 * math.log10(signal / noise) if 0.0 < signal < math.inf and noise < math.inf else math.nan
 
 
-def point_current(packages: Path, name: str) -> None:
-    """`current` names the new package from one instant to the next."""
-    link = packages / ".current.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    os.replace(link, packages / "current")
+def current_name(packages: Path, link: str = CURRENT) -> str | None:
+    """The folder that is current, or the one before it (`previous`); None where there is none."""
+    try:
+        return os.readlink(packages / link)
+    except OSError:
+        return None
+
+
+def point(packages: Path, link: str, name: str) -> None:
+    """`link` names another package from one instant to the next."""
+    draft = packages / f".{link}.partial"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(name)
+    os.replace(draft, packages / link)
     sync_folder(packages)
 
 
-def shed_others(packages: Path, name: str) -> None:
-    """Of packages that are not current only the manifests stay, against rollback: frontends can fill a small card."""
+def shed_others(packages: Path) -> None:
+    """Of packages that nothing points at only the manifests stay, against rollback: frontends can fill a small card."""
+    kept = {current_name(packages, link) for link in (CURRENT, PREVIOUS)}
     for manifest in packages.glob(f"*/{MANIFEST_NAME}"):
-        if manifest.parent.name != name and not manifest.parent.is_symlink():
+        if manifest.parent.name not in kept and not manifest.parent.is_symlink():
             for file in manifest.parent.iterdir():
                 if file != manifest:
                     file.unlink()

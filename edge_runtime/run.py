@@ -16,12 +16,14 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 
+import psutil
+
 from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError
 from contract.messages import Welcome
 from edge_runtime.client import Client, Endpoint, Traffic, tls_context
 from edge_runtime.conduct import FINAL_REASONS, Conduct
-from edge_runtime.config import DeviceConfig
+from edge_runtime.config import DeviceConfig, check_metrics
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
 from edge_runtime.line_marks import LineMarks
@@ -30,11 +32,15 @@ from edge_runtime.predictions import Prediction, accuracy, predict
 from edge_runtime.reconnect import Backoff
 from edge_runtime.releases import account, summary
 from edge_runtime.report import Report, peak_rss_mb
+from edge_runtime.service import Notifier
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
+from edge_runtime.standing import Recorder, Standing
+from edge_runtime.status_file import boot_id
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.unanswered import Unanswered
+from edge_runtime.witness import Witness
 from edge_runtime.worker import Worker
 
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
@@ -54,6 +60,7 @@ class StopSignals:
         if self.asked.is_set():
             os._exit(128 + number)
         self._say("stopping; a second signal ends edge-run at once")
+        Notifier().tell("STOPPING=1")
         self.asked.set()
         self.thread_asked.set()
 
@@ -64,6 +71,7 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     Raises: CutlayerError of whatever failed.
     """
     tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
+    say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
     watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
@@ -134,10 +142,15 @@ async def converse(
         client = Client(
             endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest
         )
-        try:
-            outcome = await client.run(signals.asked, once)
-        finally:
-            delivery.close()
+        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
+        async with witness.shown(check_metrics(config.metrics), say):
+            watching = asyncio.create_task(witness.keep())
+            try:
+                outcome = await client.run(signals.asked, once)
+            finally:
+                watching.cancel()
+                witness.write()  # its last words, for edge-run status and report
+                delivery.close()
         on_tick()
     for stage in ("upload", "predict"):
         stages.end(stage)
@@ -162,6 +175,53 @@ async def converse(
     if outcome.reason != "stopped":
         equipment.remember_site()
     return report
+
+
+def standing_of(
+    equipment: Equipment,
+    client: Client,
+    conduct: Conduct,
+    delivery: Delivery,
+    spool: Spool,
+    say: Callable[[str], None],
+) -> Callable[[], Standing]:
+    """Looks at a conversation, whenever it is called."""
+    began_s, boot, process = time.monotonic(), boot_id(), psutil.Process()
+
+    def look() -> Standing:
+        now_s = time.monotonic()
+        says, (energy_j, energy_reason) = delivery.status(now_s), equipment.stages.energy_now()
+        return Standing(
+            device=equipment.config.name,
+            purpose=equipment.purpose,
+            server=equipment.config.server,
+            boot=boot,
+            pid=os.getpid(),
+            taken_s=now_s,
+            began_s=began_s,
+            link=client.link,
+            run=conduct.welcome.run if conduct.welcome else None,
+            server_says=conduct.server_status,
+            busy=says.busy,
+            step=says.step,
+            waiting_for=says.waiting_for,
+            waiting_s=says.since_s,
+            images=len(equipment.dataset.samples),
+            images_acknowledged=delivery.images_acknowledged(),
+            spool_frames=spool.pending,
+            spool_bytes=spool.pending_bytes,
+            sent_bytes=client.traffic.sent_bytes,
+            received_bytes=client.traffic.received_bytes,
+            connections=client.traffic.connections,
+            energy_j=energy_j,
+            energy_reason=energy_reason,
+            rss_bytes=process.memory_info().rss,
+            package_digest=equipment.terms.package_digest,
+            label_mode=equipment.terms.label_mode,
+            recent=say.recent if isinstance(say, Recorder) else (),
+        )
+
+    return look
 
 
 def draws_of(config: DeviceConfig) -> Callable[[], str | None]:

@@ -116,6 +116,11 @@ class Spool:
         self._lock = threading.Condition(threading.RLock())
         self._recover()
 
+    @property
+    def pending(self) -> int:
+        """Frames that are not acknowledged."""
+        return len(self._places)
+
     def payload(self, seq: int) -> Payload:
         """What was kept under `seq`, ready to be sent under any numbers.
 
@@ -173,6 +178,22 @@ class Spool:
             if any(place.segment for place in done):
                 self._drop_finished_segments()
             self._lock.notify_all()
+
+    def drop_oldest_beyond_limit(self) -> int:
+        """Where nobody acknowledges: whole segments go, oldest first, until the limit is kept; how many frames went.
+
+        What went counts as acknowledged from then on, also after a restart; the newest segment always stays.
+        """
+        dropped = 0
+        with self._lock:
+            while self.pending_bytes > self.limits.pending_bytes:
+                oldest = self._places[min(self._places)].segment
+                if oldest is None or oldest == self._segment:
+                    break
+                gone = [seq for seq, place in self._places.items() if place.segment == oldest]
+                self.acknowledge(max(gone))
+                dropped += len(gone)
+        return dropped
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until what is pending is within the limit; False when it still is not after `timeout_s`."""

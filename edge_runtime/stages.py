@@ -99,6 +99,13 @@ class Stages:
             self._heard_s = now_s
             self._meter.read(now_s)
 
+    def energy_now(self) -> tuple[float | None, str | None]:
+        """What the meter has counted by now, of which differences are energy; None with the reason."""
+        if self._meter.quality == "unknown":
+            return None, self._meter.note
+        last = self._meter.read(self._clock())
+        return last.energy_j, None if last.energy_j is not None else last.reason or "the meter told nothing"
+
     def costs(self) -> dict[str, StageCost]:
         """The stages so far, in the order in which they ended first; `settle_s` after an end all is known of it."""
         with self._lock:

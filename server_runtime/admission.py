@@ -1,21 +1,37 @@
-"""Who may join: hello -> challenge -> proof -> welcome, or a refusal that names the field.
+"""Who may join: hello -> challenge -> proof -> welcome, or a refusal that names the field; and which key is whose:
+enrol -> challenge -> vouch -> enrolled.
 
-It decides and does no I/O: the roster, the ledger of sessions and class lists, and random bytes are handed in; the
-order of messages is `contract.session`'s.
+It decides and does no I/O of its own: the roster, the ledger of sessions and class lists, random bytes and the time are
+handed in; the order of messages is `contract.session`'s.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from contract.errors import AuthError, ProtocolError, RefusedError, RemoteProtocolError
 from contract.manifest import LabelMode
-from contract.messages import UPGRADE_REQUIRED, Challenge, Hello, Message, Proof, Welcome, choose_protocol
-from contract.signature import proof_payload, verify_raw
+from contract.messages import (
+    UPGRADE_REQUIRED,
+    Challenge,
+    Enrol,
+    Enrolled,
+    Hello,
+    Message,
+    Proof,
+    Vouch,
+    Welcome,
+    choose_protocol,
+)
+from contract.signature import PublicKey, enrol_payload, key_id, proof_payload, raw_public, read_raw_public, verify_raw
 
+from . import enrolment
 from .roster import Device, Roster
+
+RESTART_POLL_S = 60.0  # how often a device looks whether the server was restarted
 
 
 class Ledger(Protocol):
@@ -64,50 +80,129 @@ class Admission:
     """One connection's way in."""
 
     def __init__(
-        self, roster: Roster, terms: Terms, ledger: Ledger, channel_binding: bytes, random: Callable[[int], bytes]
-    ) -> None:
+        self, roster: Roster, terms: Terms, ledger: Ledger, channel_binding: bytes, random: Callable[[int], bytes],
+        now: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self._roster = roster
         self._terms = terms
         self._ledger = ledger
         self._channel_binding = channel_binding
         self._random = random  # number of bytes -> that many unpredictable ones
+        self._now = now  # only claims look at it, which this server's own clock dates
         self._nonce = b""
-        self._hello: Hello | None = None
+        self._first: Hello | Enrol | None = None
         self.joined: Joined | None = None
 
-    def answer(self, message: Message) -> Challenge | Welcome:
+    def answer(self, message: Message) -> Challenge | Welcome | Enrolled:
         """The reply to a message of the handshake.
 
         Raises:
             RefusedError: the device is told no, with this text, and the connection is closed.
             RemoteProtocolError: the message belongs to no handshake.
         """
-        if isinstance(message, Hello):
-            self._check_hello(message)
-            self._hello, self._nonce = message, self._random(32)
+        if isinstance(message, Hello | Enrol):
+            if isinstance(message, Hello):
+                self._check_hello(message)
+            else:
+                self._check_enrol(message)
+            self._first, self._nonce = message, self._random(32)
             return Challenge(self._nonce)
-        if isinstance(message, Proof) and self._hello is not None:
-            return self._welcome(self._hello, message)
-        raise RemoteProtocolError(f"expected hello or proof, found {message.TYPE}", "update the device's software")
+        if isinstance(message, Proof) and isinstance(self._first, Hello):
+            return self._welcome(self._first, message)
+        if isinstance(message, Vouch) and isinstance(self._first, Enrol):
+            return self._enrol(self._first, message)
+        raise RemoteProtocolError(
+            f"expected hello and proof, or enrol and vouch, found {message.TYPE}", "update the device's software"
+        )
+
+    def standing(self) -> RefusedError | None:
+        """Why the device that was let in may not stay, by the roster as it is now; None where it may."""
+        if self.joined is None or not isinstance(self._first, Hello):
+            return None
+        try:
+            self._device(self._first)
+        except RefusedError as error:
+            return error
+        return None
+
+    # -- which key is whose
+
+    def _check_enrol(self, enrol: Enrol) -> tuple[Device, PublicKey | None]:
+        """The device, and the key that must vouch: its claim's or its present one; None where the key that it brings is
+        its own already, as when it asks again because it never heard the answer."""
+        device = self._roster.current(enrol.device)
+        if device is None:
+            raise _unknown(enrol.device)
+        if device.revoked:
+            raise _revoked(device)
+        if device.public_key is not None and raw_public(device.public_key) == enrol.public_key:
+            return device, None
+        if device.claim is not None and device.claim.key_id == enrol.by:
+            if self._now() > device.claim.expires_s:
+                raise RefusedError(
+                    f"by: the claim of {enrol.device!r} has expired", "issue a new one: server-run claim", "claim"
+                )
+            return device, device.claim.public_key
+        if device.public_key is not None and device.key_id == enrol.by:
+            return device, device.public_key
+        raise RefusedError(
+            f"by: {enrol.by} is neither an open claim of {enrol.device!r} nor its present key"
+            + ("; it has enrolled a key already" if device.public_key is not None else ""),
+            "a claim works once: issue another with server-run claim, on the machine that holds the roster",
+            "claim",
+        )
+
+    def _enrol(self, enrol: Enrol, vouch: Vouch) -> Enrolled:
+        device, vouching = self._check_enrol(enrol)  # again: the roster may have changed meanwhile
+        payload = enrol_payload(self._nonce, self._channel_binding, enrol.device, enrol.by, enrol.public_key)
+        own = read_raw_public(enrol.public_key)
+        try:
+            verify_raw(own, payload, vouch.own_signature)
+            if vouching is not None:
+                verify_raw(vouching, payload, vouch.signature)
+        except AuthError as error:
+            raise RefusedError(error.cause, error.cure, "wrong-key") from error
+        if vouching is not None:
+            enrolment.enrol(self._roster.root, device, own)
+        return Enrolled(device.site, key_id(own))
+
+    # -- who may join
+
+    def _device(self, hello: Hello) -> tuple[Device, PublicKey]:
+        """The device as it stands now, with the key that it said it has."""
+        device = self._roster.current(hello.device)
+        if device is None:
+            raise _unknown(hello.device)
+        if device.revoked:
+            raise _revoked(device)
+        if device.public_key is None:
+            raise RefusedError(
+                f"device: {hello.device!r} has a claim and no key yet",
+                "run edge-run enrol on it, with the token that server-run claim printed",
+                "not-enrolled",
+            )
+        if hello.key_id != device.key_id:
+            raise RefusedError(
+                f"key_id: {hello.device!r} is enrolled with key {device.key_id}, it came with {hello.key_id}",
+                "another machine has this name: give each a name of its own; or let this one enrol anew (server-run "
+                "claim, then edge-run enrol), or restore its key",
+                "wrong-key",
+            )
+        if device.name not in {name for names in self._roster.sites.values() for name in names}:
+            raise RefusedError(
+                f"device: {hello.device!r} was enrolled after this server had started",
+                "restart server-run: it goes on where it was",
+                "restart-needed",
+                RESTART_POLL_S,
+            )
+        return device, device.public_key
 
     def _check_hello(self, hello: Hello) -> None:
         try:
             choose_protocol(hello.protocol_min, hello.protocol_max)
         except ProtocolError as error:
             raise RefusedError(error.cause, error.cure, UPGRADE_REQUIRED) from error
-        device = self._roster.devices.get(hello.device)
-        if device is None:
-            raise RefusedError(
-                f"device: {hello.device!r} is not enrolled here",
-                f"copy the device's public key to ROSTER/<site>/{hello.device}.pub and restart server-run",
-                "unknown-device",
-            )
-        if hello.key_id != device.key_id:
-            raise RefusedError(
-                f"key_id: {hello.device!r} is enrolled with key {device.key_id}, it came with {hello.key_id}",
-                "enrol the device's current public key and restart server-run, or restore the device's key",
-                "wrong-key",
-            )
+        self._device(hello)
         if hello.package_digest != self._terms.package_digest:
             raise RefusedError(
                 f"package_digest (device | server): {hello.package_digest or 'none'} | {self._terms.package_digest}",
@@ -116,10 +211,10 @@ class Admission:
             )
 
     def _welcome(self, hello: Hello, proof: Proof) -> Welcome:
-        device = self._roster.devices[hello.device]
+        device, public_key = self._device(hello)
         payload = proof_payload(self._nonce, self._channel_binding, hello.device, hello.session)
         try:
-            verify_raw(device.public_key, payload, proof.signature)
+            verify_raw(public_key, payload, proof.signature)
         except AuthError as error:
             raise RefusedError(error.cause, error.cure, "wrong-key") from error
         # Only now: nobody without the key may fix a site's class list.
@@ -165,3 +260,20 @@ class Admission:
                 "give all devices of a site the same class list (--classes FILE) and the same site secret",
                 "class-list",
             )
+
+
+def _unknown(name: str) -> RefusedError:
+    return RefusedError(
+        f"device: {name!r} is not enrolled here",
+        f"issue a claim for it (server-run claim), or copy its public key to ROSTER/<site>/{name}.pub and restart "
+        "server-run",
+        "unknown-device",
+    )
+
+
+def _revoked(device: Device) -> RefusedError:
+    return RefusedError(
+        f"device: {device.name!r} was revoked by the operator of this server",
+        f"ask the operator; server-run restore {device.name} lets it in again",
+        "revoked",
+    )

@@ -1,6 +1,6 @@
-"""Pure rules for putting several devices' replies together: means over nothing are absent, bad values are left out.
+"""Pure rules for putting several devices' replies together: means over nothing are absent.
 
-Asking the devices is left to the strategies.
+Asking the devices is left to the strategies, who is left out to `gates`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from contract.errors import TrainingError
 from contract.messages import Gradient
 
 Arrays = Mapping[str, np.ndarray]
-_SHOWN = 3  # names in an error's text
+RULES = ("mean", "trimmed", "median")
+TRIMMED = 0.2  # of the values, at each end
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float | None:
@@ -34,47 +34,39 @@ def is_usable(reply: Gradient, rows: int, width: int) -> bool:
     )
 
 
-def is_finite(part: Arrays) -> bool:
-    """Whether no value of a part is NaN or infinite."""
-    return all(bool(np.isfinite(value).all()) for value in part.values())
+def average(
+    whole: Arrays, parts: Sequence[Arrays], weights: Sequence[float], rule: str = "mean"
+) -> dict[str, np.ndarray]:
+    """One part of several, by a rule of `RULES`; a tensor that a part lacks counts as W's (P3SL Eq. 1).
 
-
-def check_part(device: str, part: Arrays, expected: Arrays) -> None:
-    """Hold a device's part against the model's: the same names, each of the same shape.
-
-    Raises:
-        TrainingError: naming the device and the tensors.
+    "mean" is sum_i n_i (W_ci (+) W) / sum_i n_i, by weight, summed in float64, so that equal parts give that part, bit
+    for bit. The robust rules leave weights out, as a device that lies about its work lies about its images too:
+    "trimmed" drops a fifth of the values at each end, coordinate by coordinate (one at least, where three or more are
+    there), and takes the mean of the others; "median" takes the median (Yin et al. 2018).
+    Only tensors of some part are in the result: the others stay what they are. Types are W's. Weights are positive.
     """
-    missing, unknown = expected.keys() - part.keys(), part.keys() - expected.keys()
-    reshaped = {
-        f"{name} {part[name].shape} instead of {expected[name].shape}"
-        for name in part.keys() & expected.keys()
-        if part[name].shape != expected[name].shape
-    }
-    faults = [
-        f"{what} {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("without", missing), ("with the unknown", unknown), ("with", reshaped))
-        if names
-    ]
-    if faults:
-        raise TrainingError(
-            f"{device}: update.tensors: expected the {len(expected)} tensors of its client part, "
-            f"found it {'; '.join(faults)}",
-            "install this run's package on the device and update its software",
+    names = sorted({name for part in parts for name in part})
+    if rule == "mean":
+        return {name: _mean(whole[name], [part.get(name) for part in parts], weights) for name in names}
+    robust = {"trimmed": _trimmed_mean, "median": lambda values: np.median(values, axis=0)}[rule]
+    return {
+        name: robust(np.stack([part.get(name, whole[name]) for part in parts]).astype(np.float64)).astype(
+            whole[name].dtype
         )
+        for name in names
+    }
 
 
-def average(whole: Arrays, parts: Sequence[Arrays], weights: Sequence[float]) -> dict[str, np.ndarray]:
-    """sum_i n_i (W_ci (+) W) / sum_i n_i (P3SL Eq. 1, by weight): a tensor that a part lacks counts as W's.
+def _mean(own: np.ndarray, values: Sequence[np.ndarray | None], weights: Sequence[float]) -> np.ndarray:
+    total, summed = float(sum(weights)), np.zeros(own.shape)
+    for value, weight in zip(values, weights, strict=True):
+        summed += np.multiply(own if value is None else value, float(weight) / total, dtype=np.float64)
+    return summed.astype(own.dtype)
 
-    Only tensors of some part are in the result: the others stay what they are. Summed in float64, so that equal parts
-    give that part, bit for bit; types are W's. Weights are positive.
-    """
-    total = float(sum(weights))
-    averaged = {}
-    for name in sorted({name for part in parts for name in part}):
-        summed = np.zeros(whole[name].shape)
-        for part, weight in zip(parts, weights, strict=True):
-            summed += np.multiply(part.get(name, whole[name]), float(weight) / total, dtype=np.float64)
-        averaged[name] = summed.astype(whole[name].dtype)
-    return averaged
+
+def _trimmed_mean(values: np.ndarray) -> np.ndarray:
+    """(devices, ...) -> (...)."""
+    count = len(values)
+    dropped = max(1, int(TRIMMED * count)) if count >= 3 else 0
+    kept = np.sort(values, axis=0)[dropped : count - dropped]
+    return np.asarray(kept.mean(axis=0))

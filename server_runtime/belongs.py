@@ -23,6 +23,8 @@ STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     "kappa": _holding("frontend"),
     **dict.fromkeys(("augmentations", "replaced"), frozenset({"split_adaptation"})),
     **dict.fromkeys(("batch", "learning_rate", "schedule", "warmup"), _TRAINED_ON_DEVICES),
+    "outlier": _TRAINED_ON_DEVICES,
+    "average": frozenset({"fed_avg", "fed_avg_own_heads", "fed_bfpt", "parallel_split", "split_fed"}),
     "cuts": _holding("parts") - {*CHOOSING},  # with those devices choose their splits
     "local_epochs": _holding(*RELEASED),
     "quorum": (_holding(*RELEASED) - {*MASKED, "fed_bfpt"}) | {"prototypes"},  # the others wait for all devices

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from contract import commands
 from contract.config import Resolved, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
+from . import commands as server_commands
 from .acceptance import Expected
 from .admission import Terms
 from .backend_folder import BackendFolder, TrainingFolder
@@ -46,7 +48,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="server-run",
         description="Adapt the backend to the features of enrolled devices, site by site, and answer their inference.",
-        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml.",
+        epilog="Settings that are left out come from CUTLAYER_SERVER_* and [server] of cutlayer.toml. "
+        + commands.epilog("server-run", commands.names(server_commands)),
     )
     choices = {
         "strategy": strategies.names(),
@@ -55,8 +58,8 @@ def _parser() -> ArgumentParser:
         "server_copies": plan.SERVER_COPIES,
         "average_by": plan.AVERAGE_BY,
     }
-    metavars = dict.fromkeys(choices) | {"listen": "HOST:PORT", "replaced": "SHARE", "run": "ID", "cuts": "CUTS"}
-    metavars["sigma"] = "SIGMA"
+    metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS", "sigma": "SIGMA"}
+    metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")
     kinds = {Path: "PATH", int: "N", float: "X"}
     groups: dict[frozenset[str], argparse._ArgumentGroup] = {}
     for field in FIELDS:
@@ -84,6 +87,12 @@ def _title(owners: frozenset[str]) -> str:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    code = commands.run_named("server-run", server_commands, words)
+    return _serve(words) if code is None else code
+
+
+def _serve(arguments: Sequence[str]) -> int:
     flags = vars(_parser().parse_args(arguments))
     file = find_file(flags["config"], Path())
     resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)
@@ -120,6 +129,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             start=_start_frame(run, folder, roster.sites, values["public"] if run.plan.evaluation_sha256 else None),
             threads=run.plan.threads,
             exit_when_done=flags["exit_when_done"],
+            metrics=None if values["metrics"] is None else plan.parse_address("metrics", values["metrics"]),
         )
         announce: Callable[[str], None] = say if as_json else _print_now
         outcome = asyncio.run(Server(job, store, announce, say).run())

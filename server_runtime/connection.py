@@ -20,6 +20,7 @@ from contract.messages import (
     Bye,
     Checkpoints,
     Choice,
+    Enrol,
     Features,
     Gradient,
     Heartbeat,
@@ -31,6 +32,7 @@ from contract.messages import (
     Scores,
     Settled,
     Update,
+    Vouch,
 )
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
 
@@ -107,6 +109,9 @@ class Connection:
         self._step = -1
         self._limits = ConnectionLimits()
         self._since_s = time.monotonic()  # when it was opened, or began to leave
+        self.opened_s = self.heard_s = self._since_s
+        self.received_bytes, self.sent_bytes = 0, 0
+        self.heartbeat: Heartbeat | None = None  # the newest that its device sent
 
     # -- what the server does with it
 
@@ -144,6 +149,20 @@ class Connection:
             self._socket.transport.abort()
         self._wake.set()
 
+    @property
+    def name(self) -> str:
+        """Its device's name, once it was let in."""
+        return self._known.device.name
+
+    def standing(self) -> RefusedError | None:
+        """Why its device may not stay, by the roster as it is now; None where it may. Reads files."""
+        return self._admission.standing()
+
+    async def dismiss(self, error: RefusedError) -> None:
+        """Its device may not stay: say so, and close."""
+        if self._session.state is State.OPEN:
+            await self._refuse(error.code, error, error.retry_after_s)
+
     async def replace(self) -> None:
         """A newer session of the same device takes over."""
         await self._socket.close(_REPLACED, "replaced by a newer session")
@@ -161,6 +180,7 @@ class Connection:
             task.add_done_callback(self._hang_up_unless_cancelled)
         try:
             async for frame in self._socket:
+                self.heard_s, self.received_bytes = time.monotonic(), self.received_bytes + len(frame)
                 await self._take(frame)
                 if self._session.state is State.CLOSED:
                     break
@@ -199,8 +219,10 @@ class Connection:
 
     async def _receive(self, received: Received) -> None:
         message = received.message
-        if isinstance(message, Hello | Proof):
+        if isinstance(message, Hello | Proof | Enrol | Vouch):
             self._session.send(await self._hub.in_store(self._admission.answer, message))
+            if self._session.state is State.CLOSED:  # enrolled: there is nothing more to say
+                await self._drain()
             if self._admission.joined is not None:
                 self._wake.set()
                 await self._hub.join(self)
@@ -212,9 +234,11 @@ class Connection:
             await self._hub.forward(self, received)  # at once; what comes twice after a crash is counted once there
             self._applied = received.seq
             self._note_soon()
-        elif isinstance(message, Heartbeat) and message.step != self._step:
-            self._step = message.step
-            await self._hub.forward(self, received)
+        elif isinstance(message, Heartbeat):
+            self.heartbeat = message
+            if message.step != self._step:
+                self._step = message.step
+                await self._hub.forward(self, received)
 
     def _note_soon(self) -> None:
         """Replayable messages are noted as received several at once, but before the device runs out of credit."""
@@ -284,3 +308,4 @@ class Connection:
             while frames := self._session.frames_to_send():
                 for frame in frames:
                     await self._socket.send(frame)
+                    self.sent_bytes += len(frame)

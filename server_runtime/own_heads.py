@@ -18,8 +18,9 @@ from contract.errors import PackageError, TrainingError
 from contract.messages import Update
 from contract.training import TrainingCut
 
-from .aggregation import check_part, is_finite, weighted_mean
+from .aggregation import weighted_mean
 from .backend_folder import TrainingFolder
+from .gates import fault_of, move_of, outliers
 from .schedule import Schedule
 from .split_replies import answer
 from .strategies import Ask, Conduct, Metric, Progress, Record, Settings, Site, State
@@ -133,16 +134,24 @@ class OwnHeads:
         for member in self.members.values():
             if quorum is None or member.device in replies:
                 self._take(member, answer(Update, replies, member.device), result)
+        self._keep_usual(result)
         return result
+
+    def _keep_usual(self, result: Answered) -> None:
+        """Leave out the parts that moved much further than the others."""
+        moves = {device: move_of(part, self.part_of(device)) for device, part in result.parts.items()}
+        for device, reason in outliers(moves, self.settings.outlier).items():
+            result.quarantined.append(f"{device}: {reason}")
+            del result.parts[device]
 
     def _take(self, member: Member, update: Update, result: Answered) -> None:
         member.samples = update.samples
         result.bytes_up += _bytes(update.tensors)
-        check_part(member.device, update.tensors, self.released.initial)
         if not update.count:
             return
-        if not is_finite(update.tensors):
-            result.quarantined.append(member.device)
+        fault = fault_of(update.tensors, self.released.initial)
+        if fault is not None:
+            result.quarantined.append(f"{member.device}: {fault}")
             return
         member.rounds += 1
         result.parts[member.device] = update.tensors
@@ -154,7 +163,10 @@ class OwnHeads:
         rows = answered.rows
         self._void = 0 if answered.parts else self._void + 1
         if self._void >= VOID_ROUNDS:
-            raise self._broken(f"{self._void} rounds in a row had no usable part from any device")
+            raise self._broken(
+                f"{self._void} rounds in a row had no usable part from any device"
+                + (f"; left out: {'; '.join(answered.quarantined)}" if answered.quarantined else "")
+            )
         loss = weighted_mean([answered.loss / max(rows, 1)], [rows])
         if loss is not None:
             self._first_loss = loss if self._first_loss is None else self._first_loss
@@ -164,7 +176,7 @@ class OwnHeads:
             "epoch": self.epoch, "loss": loss, "accuracy": weighted_mean([answered.correct / max(rows, 1)], [rows]),
             "samples": sum(member.samples for member in self.members.values()), "rows": rows, "lr": rate,
             "devices": len(answered.parts), "bytes_up": answered.bytes_up, "bytes_down": answered.bytes_down,
-            "quarantined": ",".join(answered.quarantined) or None,
+            "quarantined": "; ".join(answered.quarantined) or None,
         }  # fmt: skip
         return Record({**values, **found})
 

@@ -20,6 +20,7 @@ from contract.manifest import TransformRules
 from contract.training import HOLDS, OWN_HEADS, TrainingCut, TrainingPlan
 
 from . import strategies
+from .aggregation import RULES
 from .belongs import NOISY
 from .noise_table import first_table
 from .schedule import SCHEDULES
@@ -34,6 +35,7 @@ FIELDS = (
     Field("roster", Path, REQUIRED, "folder of enrolled devices: ROSTER/<site>/<device>.pub"),
     Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback"),
     Field("certificate_key", Path, None, "private key of the certificate (PEM)"),
+    Field("metrics", str, None, "HOST:PORT of a status page and Prometheus metrics, over plain HTTP; default: none"),
     Field("runs", Path, Path("runs"), "folder of run directories"),
     Field("run", str, None, "which run to start or take up; default: the newest unfinished one of the same plan"),
     Field("label_mode", str, "permuted-label", "where labels stay: " + ", ".join(LABEL_MODES)),
@@ -48,6 +50,8 @@ FIELDS = (
     Field("warmup", int, 0, "epochs in which the learning rate rises to its highest"),
     Field("local_epochs", int, 1, "passes of a device over its images between two averagings"),
     Field("quorum", int, 0, "a round goes on with so many devices when the others are away; 0: it waits for all"),
+    Field("average", str, "mean", "how parts become one: " + ", ".join(RULES) + "; the last two bear some false ones"),
+    Field("outlier", float, 100.0, "a part that moved so many times as far as the median one is left out; 0: none is"),
     Field("fraction", float, 1.0, "share of the devices, more than 0 to 1, that a round asks; drawn anew each round"),
     Field("server_epochs", int, 2, "passes of the server over the features that it keeps, in each round"),
     Field("server_rate", float, 0.0, "highest learning rate of the server's own training; 0: as --learning-rate"),
@@ -144,6 +148,8 @@ class Plan:
     warmup: int = 0
     local_epochs: int = 1
     quorum: int = 0
+    average: str = "mean"
+    outlier: float = 100.0
     cuts: str = ""
     fraction: float = 1.0
     server_epochs: int = 2
@@ -195,13 +201,15 @@ class Plan:
             raise _wrong("learning_rate", "more than 0", self.learning_rate)
         if not 0 < self.fraction <= 1:
             raise _wrong("fraction", "more than 0 and at most 1", self.fraction)
-        for name in ("medians", "server_rate"):
+        for name in ("medians", "server_rate", "outlier"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
+        if self.average not in RULES:
+            raise _wrong("average", f"one of {', '.join(RULES)}", self.average, suggest(self.average, RULES))
         self._check_prototypes()
         self._check_noise()
         if training is not None and self.strategy in NOISY:
@@ -355,10 +363,7 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
     Raises:
         ConfigError: it is no HOST:PORT, only half of certificate and key is given, or TLS is missing off loopback.
     """
-    host, _, port_text = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
-    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise _wrong("listen", "HOST:PORT, such as 0.0.0.0:8443", listen)
+    host, port = parse_address("listen", listen)
     if (certificate is None) != (certificate_key is None):
         present, missing = ("certificate", "certificate_key") if certificate else ("certificate_key", "certificate")
         raise ConfigError(f"{present} is set, {missing} is not", "set both, or neither to listen on loopback only")
@@ -367,7 +372,20 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
             f"listening on {host} needs TLS, and no certificate is set",
             "give --certificate and --certificate-key (tools/make_keys makes a pair), or listen on 127.0.0.1",
         )
-    return Listen(host, int(port_text), certificate, certificate_key)
+    return Listen(host, port, certificate, certificate_key)
+
+
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """HOST:PORT of a setting.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, _, port_text = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # [::1]:8443
+    if not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
+        raise _wrong(name, "HOST:PORT, such as 0.0.0.0:8443", text)
+    return host, int(port_text)
 
 
 def _is_loopback(host: str) -> bool:

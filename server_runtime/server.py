@@ -33,10 +33,13 @@ from .acceptance import Expected
 from .admission import Admission, Terms
 from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
-from .listening import bind_address, tls_context
+from .listening import bind_address, shrink_tls_buffers, tls_context
+from .observatory import WRITE_S, shown, write_status
 from .pipe import PipeFrame
 from .plan import Listen
+from .register import Register
 from .roster import Roster
+from .status import SiteStanding, Standing
 from .store import Store
 from .torch_child import TorchChild
 
@@ -66,6 +69,7 @@ class Job:
     start: PipeFrame  # for the torch process
     threads: int
     exit_when_done: bool
+    metrics: tuple[str, int] | None = None  # host and port of what `observatory` shows
 
 
 @dataclass
@@ -75,6 +79,7 @@ class _SiteStatus:
     step: int = 0
     since_s: float = 0.0
     said_s: float = float("-inf")
+    turned_s: float = 0.0  # when it began to do, or to wait for, what it says
 
 
 @dataclass
@@ -98,6 +103,7 @@ class Server:
         self._devices: dict[str, Connection] = {}
         self._status = {site: _SiteStatus() for site in job.roster.sites}
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
+        self._register = Register(job.roster, job.terms, job.root)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
         self._started = asyncio.Event()  # the torch process may be told things
@@ -116,6 +122,7 @@ class Server:
             TrainingError: the torch process ended, or no site can go on.
         """
         context, binding = tls_context(self._job.listen)
+        shrink_tls_buffers()
         self._load_requests()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -123,7 +130,10 @@ class Server:
             socket_server = await stack.enter_async_context(await self._listen(context, binding))
             self._child = await TorchChild.start(self._job.start, self._job.threads)
             self._started.set()
-            for endless in (self._listen_to_child(), self._tick()):
+            if self._job.metrics is not None:
+                port = await stack.enter_async_context(shown(*self._job.metrics, self._standing))
+                self._say(f"status page and metrics on http://{self._job.metrics[0]}:{port}")
+            for endless in (self._listen_to_child(), self._tick(), self._write_status()):
                 task = asyncio.create_task(endless)
                 task.add_done_callback(self._give_up_if_failed)
                 stack.callback(task.cancel)
@@ -199,7 +209,27 @@ class Server:
             self._give_up(error)
         finally:
             self._open.discard(connection)
+            self._register.went(connection)
             await self._leave(connection)
+
+    # -- how it stands
+
+    async def _write_status(self) -> None:
+        while True:
+            # Standing is taken here, written in the store's thread: the disk may be slow.
+            await self.in_store(write_status, self._job.root, self._standing())
+            await asyncio.sleep(WRITE_S)
+
+    def _standing(self) -> Standing:
+        newest = self._register.metrics(tuple(self._status))
+        sites = tuple(self._site_standing(site, newest[site]) for site in self._status)
+        return self._register.standing(sites, self._devices, len(self._open), len(self._requests))
+
+    def _site_standing(self, site: str, newest: Mapping[str, Any]) -> SiteStanding:
+        status, failed = self._status[site], self.outcome.failed.get(site)
+        state = "failed" if failed else "trained" if site in self.outcome.ended else "running"
+        since_s = time.monotonic() - status.turned_s if status.text else None
+        return SiteStanding(site, state, status.text, status.busy, since_s, failed.cause if failed else None, newest)
 
     def _give_up_if_failed(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -217,6 +247,7 @@ class Server:
         joined = connection.joined
         assert joined is not None and self._child is not None
         name, site = joined.device.name, joined.device.site
+        self._register.came(name)
         older = self._devices.get(name)
         self._devices[name] = connection
         if older is not None:
@@ -312,6 +343,8 @@ class Server:
         turned = status.text.split(" ")[0] != frame.text.split(" ")[0]  # from training to pausing, say
         status.text, status.busy, status.since_s = frame.text, bool(frame.values["busy"]), now_s
         status.step += 1
+        if turned:
+            status.turned_s = now_s
         if turned or now_s - status.said_s >= self._limits.line_s:
             status.said_s = now_s
             self._say(f"site {frame.site}: {frame.text}")
@@ -334,6 +367,19 @@ class Server:
                 self._beat(site)
             for connection in list(self._open):
                 connection.tick()
+            await self._dismiss_revoked()
+
+    async def _dismiss_revoked(self) -> None:
+        """Who was revoked, or whose key is another now, does not stay until it happens to connect again."""
+        if not self._register.roster_changed:
+            return
+        refused = await self.in_store(self._register.look_again, dict(self._devices), self._say)
+        for name, error in refused.items():
+            connection = self._devices.get(name)
+            if connection is not None:
+                self._say(f"device {name}: {error.cause}")
+                with contextlib.suppress(ConnectionClosed):
+                    await connection.dismiss(error)
 
     # -- the end
 

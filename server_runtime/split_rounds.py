@@ -21,8 +21,9 @@ from contract.errors import TrainingError
 from contract.messages import Activations, Choice, Gradient, PatchFeatures, Prototypes, Settled, Update, tensors_of
 from contract.training import TrainingCut
 
-from .aggregation import check_part, is_finite, is_usable, weighted_mean
+from .aggregation import is_usable, weighted_mean
 from .backend import new_head
+from .gates import fault_of, move_of, outliers
 from .noise_table import first_table, offer_of
 from .plan import cut_of, parse_cuts, parse_sigma
 from .schedule import Schedule
@@ -81,7 +82,7 @@ class Tally:
     void: int = 0  # steps without any usable gradient
     left_out: int = 0  # replies that could not be used
     lr: float = 0.0  # of the last step
-    quarantined: str = ""  # devices whose part was not finite, so often as it was
+    quarantined: str = ""  # "device: reason" of each part that was left out
 
 
 class Rounds:
@@ -152,9 +153,19 @@ class Rounds:
         """A device gave something that this round can use."""
         self._usable += 1
 
-    def quarantine(self, device: str) -> None:
-        """A device gave what is not finite: it is left out, and noted."""
-        self.tally.quarantined = ",".join(filter(None, [self.tally.quarantined, device]))
+    def quarantine(self, device: str, reason: str) -> None:
+        """What a device gave is left out, and the reason noted."""
+        self.tally.quarantined = "; ".join(filter(None, [self.tally.quarantined, f"{device}: {reason}"]))
+
+    def keep_usual(self, parts: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, np.ndarray]]:
+        """The parts without those that moved much further from W than the others."""
+        w = self.w.floats()
+        moves = {device: move_of(part, w) for device, part in parts.items()}
+        for device, reason in outliers(moves, self.settings.outlier).items():
+            self.quarantine(device, reason)
+            self._usable -= 1
+            del parts[device]
+        return parts
 
     @property
     def steps(self) -> int:
@@ -239,25 +250,18 @@ class Rounds:
         yield from self.load(list(self.links.values()))
 
     def upload(self, links: Sequence[Link]) -> Talk[dict[str, dict[str, np.ndarray]]]:
-        """Client parts of the devices, by W's names; a part that is not finite is left out and noted.
-
-        Raises:
-            TrainingError: a part does not fit.
-        """
+        """Client parts of the devices, by W's names; a part that does not pass the gates is left out and noted."""
         replies = yield from self.ask("upload_part", {link.device: {} for link in links}, {})
         parts = {link.device: self.take_part(answer(Update, replies, link.device), link) for link in links}
         self._is_shipped = False
-        return {device: part for device, part in parts.items() if part is not None}
+        return self.keep_usual({device: part for device, part in parts.items() if part is not None})
 
     def take_part(self, update: Update, link: Link) -> dict[str, np.ndarray] | None:
-        """An update's tensors by W's names; None, and a note, where they are not finite.
-
-        Raises:
-            TrainingError: they are not those of the device's client part.
-        """
-        check_part(link.device, update.tensors, self.w.part(link.cut))
-        if not is_finite(update.tensors):
-            self.quarantine(link.device)
+        """An update's tensors by W's names; None, and a note, where they are not those of the device's client part, or
+        not finite."""
+        fault = fault_of(update.tensors, self.w.part(link.cut))
+        if fault is not None:
+            self.quarantine(link.device, fault)
             return None
         self._usable += 1
         return {here: update.tensors[name] for name, here in self.w.names_of(link.cut).items()}
@@ -279,7 +283,7 @@ class Rounds:
         if self._void_rounds >= VOID_ROUNDS:
             raise TrainingError(
                 f"{self._void_rounds} rounds in a row had no usable part of the model from any device"
-                + (f"; not finite: {self.tally.quarantined}" if self.tally.quarantined else ""),
+                + (f"; left out: {self.tally.quarantined}" if self.tally.quarantined else ""),
                 f"lower --learning-rate ({self.settings.learning_rate:g}) and start a new run",
             )
         self.epoch, self.place = self.epoch + epochs, 0

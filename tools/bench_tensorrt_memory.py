@@ -1,5 +1,6 @@
-"""Uses the engine's CUDA layer on real memory: copies, the order of a stream, two engines' worth of buffers, and that
-all of it is given back. Every check raises; the figures are of what passed."""
+"""Uses the engine's CUDA layer on real memory: copies, the order of a stream, two engines' worth of buffers; and
+what goes goes in the owner's thread. Every check raises; the figures are of what passed. For leaks run it under
+compute-sanitizer --leak-check full."""
 
 from __future__ import annotations
 
@@ -28,11 +29,10 @@ def exercise_memory(buffer_mib: int) -> dict[str, Any]:
     ordered = owner.do(lambda: keep_order(driver, buffer_mib * MIB // 4))
     lanes = two_lanes(driver, owner)
     owners = two_owners(driver)
-    kept_bytes = free_bytes - owner.do(lambda: driver.mem_get_info()[0])
+    fewer_bytes = free_bytes - owner.do(lambda: driver.mem_get_info()[0])  # of the whole card: others' work is in it
     owner.close()
     warm.close()
-    assert kept_bytes <= 4 * MIB, f"{kept_bytes} bytes were not given back"
-    return {**copied, **ordered, **lanes, **owners, "kept_bytes": int(kept_bytes)}
+    return {**copied, **ordered, **lanes, **owners, "card_has_fewer_free_bytes": int(fewer_bytes)}
 
 
 def copy(driver: Any, most_bytes: int) -> dict[str, Any]:

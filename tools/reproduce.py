@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import shlex
 import sys
@@ -48,28 +49,20 @@ from tools.reproduce_world import (
 from tools.share import WHOLE, read_share, share_of
 
 ROW_SCHEMA = 2
+OTHERS = {
+    "split": "reproduce_split", "eeft": "reproduce_eeft", "eft_vit": "reproduce_eft", "eftvit": "reproduce_eft",
+    "p3sl": "reproduce_p3sl",
+    "prototypes": "reproduce_prototypes",
+}  # fmt: skip
 QUICK_EFFORT = Effort(QUICK_BUDGET, auxiliary_epochs=5)
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["split"]:
-        from tools import reproduce_split  # it has options of its own
-
-        return reproduce_split.main(sys.argv[2:])
-    if sys.argv[1:2] == ["eeft"]:
-        from tools import reproduce_eeft
-
-        return reproduce_eeft.main(sys.argv[2:])
-    if sys.argv[1:2] in (["eftvit"], ["eft_vit"]):
-        from tools import reproduce_eft
-
-        return reproduce_eft.main(sys.argv[2:])
-    if sys.argv[1:2] == ["prototypes"]:
-        from tools import reproduce_prototypes
-
-        return reproduce_prototypes.main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:  # each has options of its own
+        other: Any = importlib.import_module(f"tools.{OTHERS[sys.argv[1]]}")
+        return int(other.main(sys.argv[2:]))
     if sys.argv[1:2] == ["sa"] and "--paper" in sys.argv:
-        from tools import reproduce_paper  # so has this
+        from tools import reproduce_paper
 
         return reproduce_paper.main([word for word in sys.argv[2:] if word != "--paper"])
     options = parse(sys.argv[1:])
@@ -101,9 +94,7 @@ def reproduce(
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "study", choices=["sa"], help="sa: split adaptation (split, eeft and prototypes have own --help)"
-    )
+    parser.add_argument("study", choices=["sa"], help=f"sa: split adaptation ({', '.join(OTHERS)} have own --help)")
     parser.add_argument(
         "--quick", action="store_true", help="digits and a small model: minutes on two cores, no archives"
     )
@@ -116,7 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shots", type=listed(int), help="images per class; default: 5 with --quick, else the study's")
     parser.add_argument("--kappas", type=listed(float), help="feature noise (default: the study's)")
     parser.add_argument("--cases", type=listed(str), help="of the studies that have cases (default: all)")
-    engines = ["torch", *(name for name in engine_names() if name != "fake")]
+    engines = ["torch", *(name for name in engine_names() if name not in ("fake", "tensorrt"))]
     parser.add_argument(
         "--engine", choices=engines, help="of the devices; default: onnxruntime with --quick, else torch"
     )

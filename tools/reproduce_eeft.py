@@ -7,13 +7,11 @@ other is at (or with `--only` one), and `--table` puts together what is there. W
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,11 @@ from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.similarity import AUTOMATIC, CLOSE
+from tools.kept_rows import claim, finished
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import Row, compare, results_of, summarise
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world
-from tools.reproduce_split import finished, numbers, texts
+from tools.reproduce_options import numbers, texts
 from tools.reproduce_world import ROOT, alone
 
 ROW_SCHEMA = 1
@@ -226,19 +225,6 @@ def finish(
     if row is not None:
         say(line_of(row))
     return row
-
-
-@contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Whether this command may compute the row: no other is at it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 def line_of(row: Row) -> str:

@@ -31,6 +31,7 @@ from server_runtime import backend_folder, split_model
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.training_macs import sizes_of
+from tools.kept_rows import finished
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
@@ -47,7 +48,7 @@ from tools.reproduce_eft_world import (
     quick_eft_world,
 )
 from tools.reproduce_energy import open_meter
-from tools.reproduce_split import finished, numbers, texts
+from tools.reproduce_options import numbers, texts
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone

@@ -33,7 +33,7 @@ from exporter.checkpoint import image_rule
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_text
 from tools.demo_model import load_folders
-from tools.reproduce_split import numbers, texts
+from tools.reproduce_options import numbers, texts
 from tools.reproduce_split_world import DRAW, FULL_CLASSES, FULL_SHOTS, SMALL
 from tools.reproduce_world import ROOT, TASKS, alone, draw_shots, listing, made, members, unpack
 

@@ -36,7 +36,7 @@ from server_runtime.leakage.package import Client
 from server_runtime.leakage.public import Pictures, Public, read_public
 from server_runtime.report import Results, Table, to_text
 from tools.reproduce_leakage import SIDE, STARTS, Training, train_all, unpack_images
-from tools.reproduce_split import numbers
+from tools.reproduce_options import numbers
 from tools.reproduce_split_world import FULL_CLASSES
 from tools.reproduce_world import ROOT, alone
 

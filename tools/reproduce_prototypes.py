@@ -26,8 +26,10 @@ from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.schedule import SCHEDULES
+from tools.kept_rows import finished
 from tools.reproduce import add_sharing
 from tools.reproduce_energy import open_meter
+from tools.reproduce_options import numbers, texts
 from tools.reproduce_prototypes_rows import (
     CASES,
     METHODS,
@@ -44,7 +46,6 @@ from tools.reproduce_prototypes_world import (
     full_domains,
     quick_domains,
 )
-from tools.reproduce_split import finished, numbers, texts
 from tools.reproduce_world import ROOT, alone
 
 ROW_SCHEMA = 1

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from contract import manifest as manifests
-from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError, suggest
+from contract.errors import UsageError
 from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from tools.kept_rows import finished, keep
+from tools.reproduce_options import (
+    add_place,
+    check_counts,
+    check_known,
+    check_rate,
+    check_test_images,
+    numbers,
+    read_only,
+    refuse_with_quick,
+    take_defaults,
+    texts,
+    world_of,
+)
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE, SplitCell, SplitLaboratory, SplitRates
 from tools.reproduce_split_table import Row, compare, results_of, summarise
 from tools.reproduce_split_world import (
@@ -76,80 +87,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 64)")
     parser.add_argument("--learning-rate", type=float, help="highest rate of the cosine (default: 0.05)")
     parser.add_argument("--cut", type=int, help="layers on the device (default: 3 with --quick, else 6)")
-    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
     parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {ARCHIVE} (default: ../shared)")
-    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
-    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
-    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    add_place(parser, ARCHIVE)
     options = parser.parse_args(argv)
-    for name, value in DEFAULTS[world_of(options)].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    take_defaults(options, DEFAULTS)
     options.models = options.models or list(MODELS[world_of(options)])
     if options.only is not None:
-        options.models, options.strategies, options.seeds = read_only(options.only)
+        model, strategy, seed = read_only(options.only, "MODEL/STRATEGY/SEED", "resnet18/split_fed/0")
+        options.models, options.strategies, options.seeds = [model], [strategy], [int(seed)]
     check(options)
     options.test_images = options.test_images or TEST_IMAGES
     return options
 
 
-def world_of(options: argparse.Namespace) -> str:
-    return "quick" if options.quick else "full"
-
-
-def read_only(text: str) -> tuple[list[str], list[str], list[int]]:
-    """Raises: UsageError."""
-    parts = text.split("/")
-    if len(parts) != 3 or not parts[2].isdecimal():
-        raise UsageError(f"--only should be MODEL/STRATEGY/SEED, found {text!r}", "as in --only resnet18/split_fed/0")
-    return [parts[0]], [parts[1]], [int(parts[2])]
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises: UsageError that names the option."""
-    for what, given, known in (
-        ("model", options.models, MODELS[world_of(options)]), ("strategy", options.strategies, STRATEGIES),
-    ):  # fmt: skip
-        for name in given:
-            if name not in known:
-                raise UsageError(
-                    f"there is no {what} {name!r} here{suggest(name, known)}", f"known: {', '.join(known)}"
-                )
-    for flag, value in (("--shared", options.shared), ("--test-images", options.test_images)):
-        if options.quick and value is not None:
-            raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
-    lowest = {"epochs": 1, "batch": 1, "cut": 1, "threads": 1}
-    for flag, value, least in [(name, getattr(options, name), least) for name, least in lowest.items()] + [
-        ("seeds", seed, 0) for seed in options.seeds
-    ]:
-        if not least <= value <= INT_MAX:
-            raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
-    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
-    if options.test_images is not None and (options.test_images < 1 or options.test_images % FULL_CLASSES):
-        raise UsageError(
-            f"--test-images should be a multiple of {FULL_CLASSES}, found {options.test_images}",
-            "the same number is drawn of each class",
-        )
-
-
-def texts(text: str) -> list[str]:
-    """Comma-separated names, each once."""
-    return list(dict.fromkeys(text.split(",")))
-
-
-def numbers(text: str) -> list[int]:
-    """Comma-separated whole numbers, each once."""
-    try:
-        return list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
+    check_known("model", options.models, MODELS[world_of(options)])
+    check_known("strategy", options.strategies, STRATEGIES)
+    refuse_with_quick(options, "--shared", "--test-images")
+    check_counts(options, {"epochs": 1, "batch": 1, "cut": 1, "threads": 1, "seeds": 0})
+    check_rate(options)
+    check_test_images(options.test_images, FULL_CLASSES)
 
 
 def prepare(options: argparse.Namespace, default: Path) -> SplitWorld:
@@ -157,10 +115,10 @@ def prepare(options: argparse.Namespace, default: Path) -> SplitWorld:
     root = (options.world or default).resolve()
     with alone(root):
         if options.quick:
-            world = quick_split_world(root, options.cut)
+            world = quick_split_world(root, str(options.cut))
         else:
             shared = options.shared or ROOT.parent / "shared"
-            world = full_split_world(root, shared, options.cut, options.test_images)
+            world = full_split_world(root, shared, str(options.cut), options.test_images)
         world.test_folder()
         for cell in [] if options.table else cells_of(options):
             for device in world.devices_of(cell.strategy):
@@ -196,22 +154,10 @@ def finish(
     row = finished(path, head)
     if row is None and not options.table:
         say(f"== row {which}: {cell.model}, {cell.strategy}, seed {cell.seed}")
-        row = {**head, **laboratory.row(cell).document()}
-        write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
-        row = json.loads(path.read_text())  # a row that was kept looks the same as one that was not
+        row = keep(path, {**head, **laboratory.row(cell).document()})
     if row is not None:
         say(line_of(row))
     return row
-
-
-def finished(path: Path, head: Row) -> Row | None:
-    """The stored row, if it is whole and answers the same question."""
-    try:
-        row = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
-    return row if same and row.get("curve") else None
 
 
 def line_of(row: Row) -> str:

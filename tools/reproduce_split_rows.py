@@ -10,23 +10,23 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional
 
 from contract.console import say
 from contract.errors import ConfigError
 from contract.image_folder import scan
-from contract.images import ImageRule, load_pixels, normalise, resize
+from contract.images import load_pixels, normalise, resize
 from contract.keyed_noise import derive_key
 from contract.signature import key_id, load_public
 from contract.training import TrainingCut
+from edge_runtime.choose_split import SplitCost
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed, install
 from edge_runtime.state import open_state, write_durably
@@ -97,12 +97,21 @@ class SplitFound:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What a device's owner chose beside what is the same for all: changes of its configuration, and what it knows of
+    its own costs."""
+
+    config: Mapping[str, object] = field(default_factory=dict)
+    costs: Sequence[SplitCost] = ()
+
+
 class SplitLaboratory:
-    """A world, the devices' engine, and what cells share."""
+    """A world, the devices' engine, and what cells share; also for reproductions whose rows are other ones."""
 
     def __init__(self, world: SplitWorld, engine: str, rates: SplitRates, threads: int) -> None:
         self._world, self._engine, self._rates, self._threads = world, engine, rates, threads
-        self._device = backends.choose_device(threads)
+        self.device = backends.choose_device(threads)
         self._shipped: dict[Path, Shipped] = {}
         self._installed: dict[Path, Installed] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-split-")
@@ -112,8 +121,8 @@ class SplitLaboratory:
         """Raises: TrainingError, DeviceError, DataError."""
         started_s = time.monotonic()
         front = export_part_package(self._world, cell.model, cell.strategy)
-        shipped, installed = self._ship(front), self._install(front)
-        devices = self._devices(cell, shipped, installed)
+        shipped, installed = self.ship(front), self.install(front)
+        devices = self.devices(f"{cell.model}-{cell.strategy}", cell.strategy, cell.seed, shipped, installed)
         settings = Settings(
             LABEL_MODE, 0.0, self._rates.epochs, 0, 0.0, cell.seed, batch=self._rates.batch,
             learning_rate=self._rates.learning_rate, schedule=SCHEDULE,
@@ -127,7 +136,7 @@ class SplitLaboratory:
             nonlocal begun_s
             if "epoch" in values:
                 seconds = time.monotonic() - begun_s
-                tested = self._judge(shipped, installed.manifest.image, strategy.state())
+                tested = self.judge(shipped, strategy.state())
                 curve.append(epoch_of(values, tested, seconds))
                 begun_s = time.monotonic()
 
@@ -141,20 +150,20 @@ class SplitLaboratory:
         return SplitFound(
             curve=tuple(curve), device_accuracy=found, device_accuracy_reason=reason,
             images=sum(len(device.dataset.samples) for device in devices.values()), devices=len(devices),
-            training_device=f"torch {torch.__version__} on {device_name(self._device)}",
+            training_device=f"torch {torch.__version__} on {device_name(self.device)}",
             seconds=round(time.monotonic() - started_s, 2),
         )  # fmt: skip
 
     # -- what cells share
 
-    def _ship(self, front: Path) -> Shipped:
+    def ship(self, front: Path) -> Shipped:
         if front not in self._shipped:
             folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
             assert isinstance(folder, TrainingFolder)
-            self._shipped[front] = split_model.load(folder, self._device)
+            self._shipped[front] = split_model.load(folder, self.device)
         return self._shipped[front]
 
-    def _install(self, front: Path) -> Installed:
+    def install(self, front: Path) -> Installed:
         if front not in self._installed:
             publisher = load_public(self._world.publisher)
             packages = self._root / "packages" / front.name
@@ -168,33 +177,38 @@ class SplitLaboratory:
 
     # -- devices
 
-    def _devices(self, cell: SplitCell, shipped: Shipped, installed: Installed) -> dict[str, PartDevice]:
-        """Devices whose secrets come from the seed, so that a row repeats."""
-        names = self._world.devices_of(cell.strategy)
-        return {name: self._make_device(name, cell, shipped, installed) for name in names}
+    def devices(
+        self, row: str, strategy: str, seed: int, shipped: Shipped, installed: Installed,
+        owners: Mapping[str, Owner] | None = None,
+    ) -> dict[str, PartDevice]:  # fmt: skip
+        """Devices whose secrets come from the seed, so that a row repeats; `row` names their states."""
+        names, owners = self._world.devices_of(strategy), owners or {}
+        root = self._root / "states" / f"{row}-{seed}"
+        return {
+            name: self._make_device(root / name, seed, shipped, installed, owners.get(name, Owner())) for name in names
+        }
 
-    def _make_device(self, name: str, cell: SplitCell, shipped: Shipped, installed: Installed) -> PartDevice:
-        root = self._root / "states" / f"{cell.model}-{cell.strategy}-{cell.seed}" / name
+    def _make_device(self, root: Path, seed: int, shipped: Shipped, installed: Installed, owner: Owner) -> PartDevice:
         open_state(root).close()
-        for secret, owner in (("device_secret", name), ("site_secret", SITE)):
-            key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)
-            write_durably(root / "identity" / secret, key)
+        for secret, of in (("device_secret", root.name), ("site_secret", SITE)):
+            write_durably(root / "identity" / secret, derive_key(b"cutlayer reproduction", secret, seed, of))
         classes = root / "classes.txt"
         write_durably(classes, "".join(f"{each}\n" for each in self._world.classes).encode())
         config = DeviceConfig(
-            engine=str(installed.folder), data=self._world.train_folder(name, cell.seed), server="wss://localhost:1",
-            trust=self._world.publisher, ca=None, key=self._world.publisher, name=name, state=root,
+            engine=str(installed.folder), data=self._world.train_folder(root.name, seed), server="wss://localhost:1",
+            trust=self._world.publisher, ca=None, key=self._world.publisher, name=root.name, state=root,
             site_secret=root / "identity" / "site_secret", classes=classes, label_mode=LABEL_MODE, noise="keyed",
             alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
         )  # fmt: skip
-        return make_part_device(config, installed, self._open_part(shipped, installed))
+        config = replace(config, **owner.config)  # type: ignore[arg-type]
+        return make_part_device(config, installed, self._open_part(shipped, installed), costs=owner.costs)
 
     def _open_part(self, shipped: Shipped, installed: Installed) -> OpenPart:
         plan = shipped.plan
 
         def open_torch(cut: TrainingCut):  # type: ignore[no-untyped-def]
             return open_torch_trainer(
-                installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self._device
+                installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self.device
             )
 
         def open_onnxruntime(cut: TrainingCut):  # type: ignore[no-untyped-def]
@@ -205,27 +219,27 @@ class SplitLaboratory:
     # -- judging W
 
     @torch.no_grad()
-    def _judge(self, shipped: Shipped, rule: ImageRule, state: State) -> float:
+    def judge(self, shipped: Shipped, state: State) -> float:
         """W's share of hits on the test images, in evaluation mode."""
         model = copy.deepcopy(shipped.module)
         model.load_state_dict(named(state, "backend."))
-        head = {name: tensor.to(self._device) for name, tensor in named(state, "head.").items()}
-        pixels, labels = self._tested
+        head = {name: tensor.to(self.device) for name, tensor in named(state, "head.").items()}
+        images, labels = self.tested
         model.eval()
         right = 0
-        for start in range(0, len(labels), JUDGED_AT_ONCE):
-            images = normalise(pixels[start : start + JUDGED_AT_ONCE], rule)
-            logits = functional.linear(model(torch.from_numpy(images).to(self._device)), head["weight"], head["bias"])
-            right += int((logits.argmax(dim=1).cpu().numpy() == labels[start : start + JUDGED_AT_ONCE]).sum())
+        for batch, own in zip(images.split(JUDGED_AT_ONCE), labels.split(JUDGED_AT_ONCE), strict=True):
+            logits = functional.linear(model(batch.to(self.device)), head["weight"], head["bias"])
+            right += int((logits.argmax(dim=1).cpu() == own).sum())
         return right / len(labels)
 
     @cached_property
-    def _tested(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Pictures (n, h, w, 3) and class numbers (n,) of the test images."""
+    def tested(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised test images (n, 3, h, w) and class numbers (n,), on the CPU."""
         (rule,) = {each.manifest.image for each in self._installed.values()}
         files = scan(self._world.test_folder(), self._world.classes).images
         pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
-        return np.stack(pixels), np.array([file.class_index for file in files])
+        images = torch.from_numpy(normalise(np.stack(pixels), rule))
+        return images, torch.tensor([file.class_index for file in files])
 
 
 def named(state: State, start: str) -> dict[str, torch.Tensor]:

@@ -31,13 +31,15 @@ ALL = "all"  # centralised training's only device
 
 @dataclass(frozen=True)
 class SplitWorld:
-    """Models by timm's name with their arguments, devices, and where the training sets are; `cut` is every model's."""
+    """Models by timm's name with their arguments, devices, and where the training sets are.
+
+    `cuts` are every model's, as export-frontend takes them; the same for all, or by model."""
 
     name: str
     root: Path
     models: Mapping[str, tuple[str, ...]]
     devices: tuple[str, ...]
-    cut: int
+    cuts: str | Mapping[str, str]
     note: str
 
     @property
@@ -69,7 +71,10 @@ class SplitWorld:
     def package(self, model: str, strategy: str) -> Path:
         """The package that a strategy needs; the backend folder lies beside it as NAME.backend."""
         holds = HOLDS[strategy]
-        return self.root / (f"{model}-whole" if holds == "whole" else f"{model}-cut{self.cut}")
+        return self.root / (f"{model}-whole" if holds == "whole" else f"{model}-cut{self.cuts_of(model)}")
+
+    def cuts_of(self, model: str) -> str:
+        return self.cuts if isinstance(self.cuts, str) else self.cuts[model]
 
     @property
     def publisher(self) -> Path:
@@ -77,18 +82,26 @@ class SplitWorld:
         return self.root / "signing-key.pub.pem"
 
 
-def quick_split_world(root: Path, cut: int) -> SplitWorld:
-    """Digits 5 to 9 on three devices; seconds on two cores."""
+def quick_split_world(
+    root: Path,
+    cuts: str | Mapping[str, str],
+    devices: tuple[str, ...] = ("device-1", "device-2", "device-3"),
+    test_images: int | None = None,
+) -> SplitWorld:
+    """Digits 5 to 9 on some devices, tested by so many images (None: all); seconds on two cores."""
     # SiLU: with ReLU two engines drift apart, as an input that is rounded to another side of 0 has another gradient.
     models = {"resnet18": (SMALL, "act_layer=silu", "layers=(1,1,1,1)", "channels=(8,16,24,32)")}
-    note = f"scikit-learn's digits 5 to 9, {QUICK_SHOTS} training images a class on three devices, 32 px"
-    world = SplitWorld("quick", root, models, ("device-1", "device-2", "device-3"), cut, note)
+    note = f"scikit-learn's digits 5 to 9, {QUICK_SHOTS} training images a class on {len(devices)} devices, 32 px"
+    world = SplitWorld("quick", root, models, devices, cuts, note)
 
     def make(path: Path) -> None:
         folder = root / "digits"
         demo_data.digits(folder, QUICK_SHOTS, DRAW)
+        tested = sorted(
+            folder.glob("device-*/test/*/*.png"), key=lambda file: draw_key("test", "/".join(file.parts[-2:]))
+        )
         with zipfile.ZipFile(path, "w") as archive:
-            for file in sorted(folder.glob("device-*/*/*/*.png")):
+            for file in sorted([*folder.glob("device-*/train/*/*.png"), *tested[:test_images]]):
                 archive.write(file, f"digits/{'/'.join(file.parts[-3:])}")
         shutil.rmtree(folder)
 
@@ -96,12 +109,14 @@ def quick_split_world(root: Path, cut: int) -> SplitWorld:
     return world
 
 
-def full_split_world(root: Path, shared: Path, cut: int, test_images: int) -> SplitWorld:
+def full_split_world(
+    root: Path, shared: Path, cuts: str | Mapping[str, str], test_images: int,
+    devices: tuple[str, ...] = tuple(f"device-{number}" for number in range(1, 8)),
+) -> SplitWorld:  # fmt: skip
     """CIFAR-10 on seven devices. Raises: DataError when neither the world nor the archive has the images."""
     models = {"resnet18": (SMALL,), "vgg16_bn": (SMALL,)}
-    devices = tuple(f"device-{number}" for number in range(1, 8))
-    note = f"CIFAR-10, {FULL_SHOTS} training images a class on seven devices, {test_images} test images, 32 px"
-    world = SplitWorld("full", root, models, devices, cut, note)
+    note = f"CIFAR-10, {FULL_SHOTS} training images a class on {len(devices)} devices, {test_images} test images, 32 px"
+    world = SplitWorld("full", root, models, devices, cuts, note)
 
     def make(path: Path) -> None:
         archive = shared / ARCHIVE
@@ -154,7 +169,7 @@ def export_part_package(world: SplitWorld, model: str, strategy: str) -> Path:
         say(f"== export {front.name}")
         arguments = [word for each in world.models[model] for word in ("--model-arg", each)]
         whole = ["--for", "fed_avg", "--release-whole-model", "--classes", len(world.classes)]
-        parts = ["--for", "sequential_split", "--cuts", world.cut]
+        parts = ["--for", "sequential_split", "--cuts", world.cuts_of(model)]
         words = [
             sys.executable, "-m", "exporter.cli", "--model", model, *arguments,
             *(whole if HOLDS[strategy] == "whole" else parts), "--augment", "crop=4,flip", "--seed", 0, "-o", front,

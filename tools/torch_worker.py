@@ -25,11 +25,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from contract.console import say
+from contract.cut_noise import laplace_scale
 from contract.errors import EngineError
 from contract.images import ImageRule
 from contract.keyed_noise import class_list_hash
 from contract.signature import PublicKey
 from contract.training import TrainingCut
+from edge_runtime.choose_split import SplitCost
 from edge_runtime.config import DeviceConfig
 from edge_runtime.data import Dataset, Sample, load_dataset
 from edge_runtime.delivery import check_stop
@@ -41,6 +43,7 @@ from edge_runtime.install import Installed, install
 from edge_runtime.int8_check import Kernels
 from edge_runtime.label_keeper import LabelKeeper
 from edge_runtime.meters.none import NoMeter
+from edge_runtime.own_choice import OwnChoice
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
 from edge_runtime.part_store import PartCheckpoint, PartStore
@@ -54,6 +57,7 @@ from edge_runtime.state import open_secret, open_state
 from edge_runtime.terms import ROUND_ASKS, Terms, device_terms
 from edge_runtime.trainer import Trainer
 from edge_runtime.training_set import TrainingSet
+from edge_runtime.transforms.cut_noise import CutNoise
 from edge_runtime.transforms.weight_noise import keys_of, noise_frontend
 from edge_runtime.worker import Bench, Counters, Surroundings, Worker
 from tools.torch_trainer import TorchTrainer
@@ -378,12 +382,42 @@ class MemoryStore(PartStore):
         return None  # the keeper lives as long as the run
 
 
+class RememberedNoise:
+    """A device's noise in less time, as a draw takes longer than a step on a GPU: keyed noise is drawn once for each
+    image, to the same bits; fresh noise has the same law and comes from a quicker generator."""
+
+    def __init__(self, noise: CutNoise) -> None:
+        self._noise, self.floor = noise, noise.floor
+        self._rng = np.random.Generator(np.random.SFC64(list(noise.secret)))
+        self._of: tuple[int, float] | None = None  # cut and sigma
+        self._drawn: dict[bytes, NDArray[np.float32]] = {}
+
+    def add(
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
+    ) -> NDArray[np.float32]:
+        """As `CutNoise.add`."""
+        if sigma == 0.0:
+            return self._noise.add(z, sample_ids, cut, sigma, draw)
+        if self._noise.fresh:
+            size = self._rng.standard_exponential(z.shape, np.float32)
+            signs = self._rng.integers(0, 2, z.shape, np.int8) * np.int8(2) - np.int8(1)
+            return z + size * signs * np.float32(laplace_scale(sigma))
+        if self._of != (cut, sigma):
+            self._of, self._drawn = (cut, sigma), {}
+        nothing = np.zeros((1, *z.shape[1:]), np.float32)
+        for sample_id in sample_ids:
+            if sample_id not in self._drawn:
+                self._drawn[sample_id] = self._noise.add(nothing, [sample_id], cut, sigma, draw)[0]
+        return z + np.stack([self._drawn[sample_id] for sample_id in sample_ids])
+
+
 def make_part_device(
     config: DeviceConfig, installed: Installed, open_part: OpenPart, store: PartStore | None = None,
-    read: ReadImages | None = None,
+    read: ReadImages | None = None, costs: Sequence[SplitCost] = (),
 ) -> PartDevice:  # fmt: skip
     """As edge_runtime.equip_parts does it, but with a trainer and a store of the caller's choice and no meter. What is
-    installed may be shared by devices, and so may images that were `read` under the same secrets.
+    installed may be shared by devices, and so may images that were `read` under the same secrets; `costs` stand for the
+    device's energy table.
 
     Raises: CutlayerError of the part that is not ready.
     """
@@ -408,7 +442,9 @@ def make_part_device(
         shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
         keeper: PartKeeper = RoundKeeper(rules, images, opened, shipped, kept, lambda images: None, fresh)
     else:
-        keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None)
+        noise = RememberedNoise(CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor))
+        choice = OwnChoice(costs, config.wishes, say)
+        keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None, noise=noise, choose=choice.answer)
     return PartDevice(
         config.name, _part_worker(keeper, dataset, installed), keeper, dataset, terms, wire_labels, installed, secret,
         lambda run: None if head is None else head.as_head(), read,

@@ -187,7 +187,9 @@ class Lane:
         self.stream.synchronize()
 
     def free(self) -> None:
+        """Memory first, then the stream: pycuda cannot let go of either in a thread without the context."""
         self.wait()
         for memory in self.memory.values():
             memory.free()
         self.memory.clear()
+        del self.stream

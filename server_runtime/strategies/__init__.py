@@ -58,6 +58,8 @@ class Settings:
     local_epochs: int = 1
     cuts: str = ""  # as `plan.parse_cuts` reads it
     quorum: int = 0  # 0 waits for all
+    average: str = "mean"  # one of aggregation.RULES
+    outlier: float = 100.0  # times the median move, from which on a part is left out; 0: none is
     threshold: str = "auto"  # as `similarity.read_threshold` reads it
     alone: int = 3  # rounds in which a device is averaged with nobody
     # What follows is for rounds that ask some devices only, and for EFTViT.

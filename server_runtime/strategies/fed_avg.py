@@ -42,7 +42,7 @@ class FedAvg:
             e = min(s.local_epochs, s.epochs - rounds.epoch)
             parts = yield from self._train(rounds, e)  # W_i
             n = [rounds.links[device].samples or 0 for device in parts]
-            w.put(average(w.floats(), list(parts.values()), n))
+            w.put(average(w.floats(), list(parts.values()), n, self._settings.average))
             yield rounds.end_round(e)
         yield from self._hand_out(rounds)
 
@@ -72,7 +72,7 @@ class FedAvg:
             if w_i is not None:
                 parts[link.device] = w_i
                 rounds.add(update.mean_loss, update.correct, update.count)
-        return parts
+        return rounds.keep_usual(parts)
 
     def state(self) -> State:
         """W and how far training is."""

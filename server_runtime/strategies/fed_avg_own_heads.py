@@ -17,7 +17,7 @@ __all__ = ["LABEL_MODES", "build"]
 def combine(rounds: OwnHeads, answered: Answered) -> Mapping[str, Metric]:
     """The average, for everybody."""
     n = [rounds.members[device].samples for device in answered.parts]
-    w = average(rounds.released.initial, list(answered.parts.values()), n)
+    w = average(rounds.released.initial, list(answered.parts.values()), n, rounds.settings.average)
     for member in rounds.members.values():
         member.part = w
     return {}

@@ -16,7 +16,8 @@ import numpy as np
 
 from contract.messages import Update
 
-from ..aggregation import average, check_part, is_finite
+from ..aggregation import average
+from ..gates import fault_of
 from ..split_model import Shipped
 from ..split_rounds import Link, Rounds, Talk, answer
 from ..training_macs import sizes_of
@@ -51,7 +52,7 @@ class FedBfpt:
             block, picked = self._block(rounds), rounds.pick(s.fraction)
             parts = yield from self._train(rounds, picked, block, e)
             n = [rounds.links[device].samples or 0 for device in parts]
-            moved = average(w.floats(), list(parts.values()), n) if parts else {}
+            moved = average(w.floats(), list(parts.values()), n, self._settings.average) if parts else {}
             w.put(moved)
             self._version += 1
             back = {here: name for name, here in w.names_of(self._whole).items()}
@@ -92,15 +93,15 @@ class FedBfpt:
             link.samples, self._has[link.device] = update.samples, self._version
             if not (update.samples and update.count):
                 continue
-            check_part(link.device, update.tensors, {name: whole[name] for name in trained})
-            if not is_finite(update.tensors):
-                rounds.quarantine(link.device)
+            fault = fault_of(update.tensors, {name: whole[name] for name in trained})
+            if fault is not None:
+                rounds.quarantine(link.device, fault)
                 continue
             rounds.count_usable()
             rounds.add(update.mean_loss, update.correct, update.count)
             names = w.names_of(self._whole)
             parts[link.device] = {names[name]: value for name, value in update.tensors.items()}
-        return parts
+        return rounds.keep_usual(parts)
 
     def _news_for(self, device: str, whole: Tensors) -> Tensors:
         has, head = self._has.get(device, 0), f"{self._whole.layer}."

@@ -49,7 +49,7 @@ class ParallelSplit:
             yield from rounds.settle()
             parts = yield from rounds.upload(rounds.with_images)  # W_ci
             n = [rounds.links[device].samples or 0 for device in parts]
-            w.put(average(w.floats(), list(parts.values()), n))
+            w.put(average(w.floats(), list(parts.values()), n, self._settings.average))
             record = rounds.end_round()
             yield Record({**record.values, **rounds.splits()} if self._rule else record.values)
         yield from rounds.hand_out()

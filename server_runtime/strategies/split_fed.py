@@ -45,7 +45,7 @@ class SplitFed:
             parts = yield from rounds.upload(rounds.with_images)  # W_ci
             whole = [self._copies[device].floats() | part for device, part in parts.items()]
             n = [rounds.links[device].samples or 0 for device in parts]
-            w.put(average(w.floats(), whole, n))
+            w.put(average(w.floats(), whole, n, self._settings.average))
             self._copies = {}
             yield rounds.end_round()
         yield from rounds.hand_out()

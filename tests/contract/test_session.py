@@ -82,7 +82,8 @@ def test_only_what_the_table_allows_is_sent(role: Role, state: State, name: str)
 def test_only_what_the_table_allows_is_received(role: Role, state: State, name: str) -> None:
     message = SAMPLES[name]
     session = pair(state).side(role)
-    plain = ("hello", "challenge", "proof", "welcome", "refuse", "heartbeat", "bye")
+    greetings = ("hello", "challenge", "proof", "welcome", "enrol", "vouch", "enrolled")
+    plain = (*greetings, "refuse", "heartbeat", "bye")
     numbered = message.TYPE not in plain
     frame = encode(message, seq=int(numbered), ack=0)
     legal = (role, state, Direction.RECEIVE, message.TYPE) in TRANSITIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -11,20 +12,29 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from contract import manifest as manifests
 from contract.errors import ConfigError, EngineError
 from contract.images import normalise
 from contract.signature import key_id, save_public
 from contract.tokens import TokenLayout
 from edge_runtime import package_choice
 from edge_runtime.cli import edge_run, parser
+from edge_runtime.client import Traffic
 from edge_runtime.engines import open_engine
 from edge_runtime.engines.tensorrt import TensorRtEngine
+from edge_runtime.equip import equip
+from edge_runtime.install import signal_to_noise_db
 from edge_runtime.package_choice import choose_package
+from edge_runtime.pipeline import Frontend
+from edge_runtime.plans.child import Outcome, Request
 from edge_runtime.profiling.frontends import Images, frontends, verify
+from edge_runtime.report import to_table
+from edge_runtime.run import Talk, make_report
+from edge_runtime.throttle import SlowdownWatch
 from tests.edge_runtime import fake_package
 from tests.edge_runtime.fake_package import IMAGE, PUBLISHER, SIZE
 from tests.edge_runtime.onnx_bytes import quantized_model
-from tests.edge_runtime.test_tensorrt_engine import FAKES, cuda  # noqa: F401
+from tests.edge_runtime.test_tensorrt_engine import FAKES, cuda, plan_of  # noqa: F401
 
 
 @pytest.fixture
@@ -101,6 +111,45 @@ def test_en_03_a_build_without_memory_ends_in_onnxruntime(
 
 def out_of_memory(*given: object) -> None:
     raise EngineError("building the plan was killed: too little memory", "use less")
+
+
+def test_a_run_takes_its_tokens_from_the_plan_and_tells_of_it(
+    device: Path,
+    cuda: ModuleType,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(request: Request, check: object, say: object) -> Outcome:
+        Path(request.plan).write_bytes(plan_of(Path(request.onnx).read_bytes(), types=request.types))
+        return Outcome("tensorrt", "10.3.0", 1.0, 1, {}, 1, 1, None)
+
+    monkeypatch.setattr("edge_runtime.plans.choose.open_planned.__defaults__", (build,))
+    package = fake_package.Package(device / "front", *read_manifest(device / "front"))
+    images = fake_package.write_images(device / "images", {"a": 5, "b": 5})
+    config = fake_package.write_device(
+        device / "own", package, images, engine=str(device / "front.plan"), require="tensorrt"
+    )
+    equipment = equip(config, "adapt", threading.Event(), lambda text: None)
+    try:
+        report = make_report(equipment, "done", None, Talk(Traffic()), SlowdownWatch())
+        assert report.engine == "tensorrt 10.3.0" and report.engine_fallback is None and len(report.plans) == 2
+        assert report.int8_layers == report.linear_layers == 1 and report.codes_changed is not None
+        assert "8 images at once" in to_table(report) and "float16 plan: built in" in to_table(report)
+        frontend = equipment.worker._bench.frontend  # type: ignore[union-attr]
+        tokens = frontend.tokens_in_steps(equipment.dataset.samples, lambda count: None)
+        noised = next((device / "own" / "state" / "engines").glob("*.onnx"))
+        expected = Frontend(open_engine("onnxruntime", noised, 1), IMAGE, frontend.layout)
+        found_db = signal_to_noise_db(
+            expected.tokens(equipment.dataset.samples).astype(np.float32), tokens.astype(np.float32)
+        )
+        assert len(tokens) == 10 and found_db > 40
+    finally:
+        equipment.state.close()
+        frontend.engine.close()
+
+
+def read_manifest(folder: Path) -> tuple[manifests.Manifest, bytes]:
+    data = (folder / manifests.MANIFEST_NAME).read_bytes()
+    return manifests.from_bytes(data), manifests.digest(data)
 
 
 @pytest.mark.parametrize("missing", ["tensorrt", "pycuda"])

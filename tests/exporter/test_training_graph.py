@@ -351,8 +351,8 @@ def _figures(gradient_error: float, flips: int) -> TrainingFigures:
     [
         ([(9e-3, 0), (1e-5, 0)], True),  # one sign that onnxruntime alone flipped
         ([(9e-3, 0), (1e-2, 7), (1e-5, 0)], True),  # a draw with flips cannot clear it, a later one can
-        ([(9e-3, 0)] * 5, False),
-        ([(9e-3, 0), *[(1e-2, 7)] * 4], False),
+        ([(9e-3, 0)] * training_check.DRAWS, False),
+        ([(9e-3, 0), *[(1e-2, 7)] * (training_check.DRAWS - 1)], False),
         ([(1e-2, 7)], True),
         ([(0.5, 7), (1e-5, 0)], False),
         ([(0.5, 0), (1e-5, 0)], False),  # no flip of one sign does that

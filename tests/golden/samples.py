@@ -22,6 +22,8 @@ from contract.messages import (
     Checkpoints,
     Choice,
     Chunk,
+    Enrol,
+    Enrolled,
     Features,
     Gradient,
     Heartbeat,
@@ -34,6 +36,7 @@ from contract.messages import (
     Scores,
     Settled,
     Update,
+    Vouch,
     Welcome,
 )
 from contract.tokens import Statistics, TokenLayout
@@ -63,6 +66,9 @@ MESSAGES: dict[str, Message] = {
     "hello_first": Hello("pi-4", "0123456789abcdef", 1, 2, (), None, 0, None, "infer", None, 0, 262144),
     "challenge": Challenge(bytes(range(32))),
     "proof": Proof(bytes(range(64))),
+    "enrol": Enrol("pi-4", "0123456789abcdef", bytes(range(32))),
+    "vouch": Vouch(bytes(range(64)), bytes(range(64, 128))),
+    "enrolled": Enrolled("clinic", "0123456789abcdef"),
     "welcome": Welcome(
         *("s-1", "run-3", "clinic", "split_adaptation", "permuted-label", 10, _DIGEST, _DIGEST),
         *(1.0, 42, 16, 10.0, 5),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from contract.errors import TrainingError
-from server_runtime.aggregation import average, check_part, is_finite
+from server_runtime.aggregation import RULES, average
 
 W = {name: np.random.default_rng(seed).normal(size=(3, 2)).astype(np.float32) for seed, name in enumerate("abc")}
 
@@ -42,9 +41,20 @@ def test_nothing_to_average_changes_nothing() -> None:
     assert average(W, [], []) == {}
 
 
-def test_a_part_is_held_against_the_model() -> None:
-    check_part("pi", part("abc", 1), W)
-    with pytest.raises(TrainingError, match="pi: .*without b, c"):
-        check_part("pi", part("a", 1), W)
-    assert is_finite(W)
-    assert not is_finite({"a": np.array([np.inf], np.float32)})
+@pytest.mark.parametrize("rule", ["trimmed", "median"])
+def test_one_device_that_lies_moves_a_mean_and_no_robust_one(rule: str) -> None:
+    honest = [{"a": np.full((3, 2), value, np.float32)} for value in (1.0, 1.1, 0.9, 1.0)]
+    lie = {"a": np.full((3, 2), 1e6, np.float32)}
+    parts, weights = [*honest, lie], [5, 5, 5, 5, 10**9]  # it lies about its images as well
+    assert average(W, parts, weights)["a"].max() > 1e5
+    found = average(W, parts, weights, rule)["a"]
+    assert found.dtype == np.float32
+    assert np.abs(found - 1.0).max() <= 0.1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_keeps_equal_parts_and_takes_what_is_lacking_from_the_server(rule: str) -> None:
+    one = part("a", 1)
+    assert average(W, [one] * 3, [1, 2, 3], rule)["a"].tobytes() == one["a"].tobytes()
+    two = average(W, [one, part("ab", 1)], [1, 1], rule)
+    np.testing.assert_allclose(two["b"], (W["b"] + part("ab", 1)["b"]) / 2, rtol=1e-6)

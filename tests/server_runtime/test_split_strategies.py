@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -521,7 +522,8 @@ def test_a_part_that_is_not_finite_is_left_out_and_noted(name: str, model: Model
         spoilt(reply) if isinstance(reply, Update) and device == "pi" and not run.records else reply
     )
     found = weights_of(run.run())
-    assert [record["quarantined"] for record in run.records] == ["pi", None]
+    assert [record["quarantined"] is None for record in run.records] == [False, True]
+    assert str(run.records[0]["quarantined"]).startswith("pi: not finite: ")
     assert all(np.isfinite(value).all() for value in found.values())
 
 
@@ -542,19 +544,22 @@ def test_se_01_rounds_without_any_usable_part_end_training(name: str, model: Mod
     [
         (lambda tensors: {"foreign.weight": np.ones(2, np.float32), **tensors}, "unknown foreign.weight"),
         (lambda tensors: {k: v for k, v in tensors.items() if k != "cls_token"}, "without cls_token"),
-        (lambda tensors: tensors | {"cls_token": np.ones((1, 2), np.float32)}, r"cls_token \(1, 2\) instead of"),
+        (
+            lambda tensors: tensors | {"cls_token": np.ones((1, 2), np.float32)},
+            r"cls_token float32 \(1, 2\) instead of",
+        ),
     ],
 )
-def test_se_04_a_part_of_another_model_is_refused_by_its_names(
+def test_se_04_a_part_of_another_model_is_left_out_with_its_names_and_the_run_goes_on(
     change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], said: str, name: str, model: Model
 ) -> None:
     of = model(whole=True)
     run = Drive(builder(name, of, SETTINGS), two(of))
     run.change = lambda ask, device, reply: (
-        replace(reply, tensors=change(reply.tensors)) if isinstance(reply, Update) else reply
+        replace(reply, tensors=change(reply.tensors)) if isinstance(reply, Update) and device == "jetson" else reply
     )
-    with pytest.raises(TrainingError, match=f"jetson: update.tensors: .*{said}"):
-        run.run()
+    run.run()
+    assert all(re.search(f"^jetson: .*{said}", str(record["quarantined"])) for record in run.records)
 
 
 def test_se_02_a_quorum_goes_on_without_a_late_device(model: Model) -> None:

@@ -38,7 +38,7 @@ def test_the_bench_builds_compares_and_times_both_plans(tmp_path: Path) -> None:
     cpu, half, single = found["sides"]
     assert [each["batch"] for each in half["times"]] == [1, 8] and len(cpu["times"]) == 1
     assert single["snr_db"] is None and half["snr_db"] > 40 and half["layers"] == {"int8": 1}
-    assert document["memory"]["kept_bytes"] == 0
+    assert document["memory"]["card_has_fewer_free_bytes"] == 0
 
 
 def test_the_memory_checks_see_a_stream_that_keeps_no_order(

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> SplitWorld:
     """Its packages are exported when they are first needed."""
-    return quick_split_world(tmp_path_factory.mktemp("split"), CUT)
+    return quick_split_world(tmp_path_factory.mktemp("split"), str(CUT))
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +181,14 @@ def test_an_archive_of_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
             for label in range(10):
                 for number in range(5):
                     archive.writestr(f"cifar10/{part}/c{label}/{number}.jpg", f"{part}{label}{number}")
-    world = full_split_world(tmp_path / "world", tmp_path, 6, 20)
+    world = full_split_world(tmp_path / "world", tmp_path, "6", 20)
     assert (len(world.names("train")), len(world.names("test")), len(world.classes)) == (30, 20, 10)
-    again = full_split_world(tmp_path / "world", tmp_path / "nowhere", 6, 20)  # it needs the archive no more
+    again = full_split_world(tmp_path / "world", tmp_path / "nowhere", "6", 20)  # it needs the archive no more
     assert len(list(again.train_folder(ALL, 0).rglob("*.jpg"))) == 30
     with pytest.raises(DataError, match="holds 20 test images, asked for are 10"):
-        full_split_world(tmp_path / "world", tmp_path, 6, 10)
+        full_split_world(tmp_path / "world", tmp_path, "6", 10)
     with pytest.raises(DataError, match=r"data/cifar10\.zip"):
-        full_split_world(tmp_path / "other", tmp_path / "nowhere", 6, 20)
+        full_split_world(tmp_path / "other", tmp_path / "nowhere", "6", 20)
     with pytest.raises(DataError, match="expected 6"):
         pack(tmp_path / "data" / "cifar10.zip", tmp_path / "too-many.zip", 60)
 

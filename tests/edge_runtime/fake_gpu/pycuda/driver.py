@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,8 @@ _local = threading.local()
 _addresses = itertools.count(0x1000, 0x1000)
 memory: dict[int, DeviceAllocation] = {}
 contexts: list[Context] = []
+pinned: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+late: list[str] = []  # what was let go of where it could not be
 calls: list[tuple[str, int]] = []  # name and thread of every call
 
 
@@ -122,9 +125,18 @@ class _PageLocked(np.ndarray):
     """Page-locked memory: what is made of it by slicing and viewing stays known as such."""
 
 
+def _freed(what: str) -> None:
+    """As pycuda, which can let go of nothing in a thread that has no context."""
+    if not _stack():
+        late.append(f"{what} in an out-of-thread context could not be cleaned up")
+
+
 def pagelocked_empty(shape: int, dtype: type) -> np.ndarray:
     _called("pagelocked_empty")
-    return np.full(shape, 0x5A, dtype).view(_PageLocked)
+    made = np.full(shape, 0x5A, dtype).view(_PageLocked)
+    pinned[id(made)] = made
+    weakref.finalize(made, _freed, "host memory").atexit = False
+    return made
 
 
 class Stream:
@@ -141,12 +153,15 @@ class Stream:
         for work in queue:
             work()
 
+    def __del__(self) -> None:
+        _freed("stream")
+
     def is_done(self) -> bool:
         _called("is_done")
         return not self.queue
 
 
-streams: dict[int, Stream] = {}
+streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 
 def _checked(name: str, device: DeviceAllocation, host: np.ndarray, stream: Stream) -> None:
@@ -198,13 +213,16 @@ def memset_d32_async(device: DeviceAllocation, value: int, count: int, stream: S
 def left() -> list[str]:
     """What a clean end would not leave."""
     found = [f"{each.data.nbytes} bytes at {address:x} were not freed" for address, each in memory.items()]
-    found += [f"{len(stream.queue)} works were never waited for" for stream in streams.values() if stream.queue]
-    return found + [f"a context is on {each.pushed} stacks" for each in contexts if each.pushed]
+    found += [f"{len(each.queue)} works were never waited for" for each in streams.values() if each.queue]
+    found += [f"{len(streams)} streams are still held"] if streams else []
+    found += [f"{len(pinned)} page-locked arrays are still held"] if pinned else []
+    return found + late + [f"a context is on {each.pushed} stacks" for each in contexts if each.pushed]
 
 
 def forget() -> None:
     """Start a test with nothing."""
-    for each in (memory, streams):
+    for each in (memory, streams, pinned):
         each.clear()
     contexts.clear()
     calls.clear()
+    late.clear()

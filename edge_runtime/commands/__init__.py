@@ -1,0 +1,1 @@
+"""Commands of edge-run beside running: one file each, by its name (contract.commands)."""

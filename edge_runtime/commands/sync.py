@@ -1,0 +1,43 @@
+"""Send what was made offline, from this device's state or from a copied spool folder; sending twice counts once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from contract.console import ArgumentParser, print_document, say
+from edge_runtime.commands._settings import add_settings, settle
+from edge_runtime.config import check_server
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Where the server is, whose features, and from where."""
+    add_settings(parser, "server", "ca", "name", "key", "state")
+    parser.add_argument(
+        "--spool",
+        type=Path,
+        metavar="DIR",
+        help="a copy of STATE/offline, brought here from a device without a network; needs the device's name and key, "
+        "and no --state",
+    )
+    parser.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises: CutlayerError."""
+    from edge_runtime.syncing import Errand, sync  # only now: --help needs no sockets
+
+    needed = ("server", "name", "key") if arguments.spool else ("server", "name", "key", "state")
+    values = settle(arguments, *needed)
+    check_server(values["server"])
+    errand = Errand(
+        values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once
+    )
+    done = asyncio.run(sync(errand, say))
+    if arguments.format == "json":
+        print_document("edge-run-sync", done)
+    else:
+        print(f"{done['outcome']}: {done['images']} images of run {done['run']}, {done['bytes_on_wire']} bytes sent")
+    return 0

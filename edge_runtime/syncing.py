@@ -1,0 +1,114 @@
+"""`edge-run sync`: the conversation of a run, with stored features in the place of a worker that makes them.
+
+What the features are is `stored`'s part; what is said, kept and repeated is that of any run (`conduct`, `client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from contract.errors import ConfigError, DeviceError
+from contract.signature import key_id, load_private, sign_raw
+from edge_runtime.client import Client, Endpoint
+from edge_runtime.conduct import Conduct, Identity
+from edge_runtime.delivery import Delivery
+from edge_runtime.reconnect import BUILT, Backoff
+from edge_runtime.run import StopSignals
+from edge_runtime.spool import Spool
+from edge_runtime.state import open_state
+from edge_runtime.stored import FOLDER, StoredWorker, open_spool, read_record
+
+
+@dataclass(frozen=True)
+class Errand:
+    """Whose features go where; `spool` None: those of this device's own state."""
+
+    server: str
+    ca: Path | None
+    device: str
+    key: Path
+    state: Path | None
+    spool: Path | None
+    once: bool
+
+
+async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
+    """Send, and say what came of it. Features of this device's own state are deleted once the server has them all.
+
+    Raises: ConfigError; DeviceError where batches are missing, after the others were sent; as `Client.run`.
+    """
+    key = load_private(errand.key)
+    identity = Identity(errand.device, key_id(key.public_key()), lambda data: sign_raw(key, data))
+    if errand.spool is not None:
+        return await _send(errand, identity, errand.spool, errand.spool / "outbox", say)
+    assert errand.state is not None  # the command asks for one of the two
+    state = open_state(errand.state)
+    try:
+        done = await _send(errand, identity, state.root / FOLDER, state.spool / "adapt", say)
+        if done["outcome"] == "collected":
+            shutil.rmtree(state.root / FOLDER)
+        return done
+    finally:
+        state.close()
+
+
+async def _send(
+    errand: Errand, identity: Identity, folder: Path, outbox: Path, say: Callable[[str], None]
+) -> dict[str, object]:
+    record = read_record(folder)
+    if record.device != errand.device:
+        raise ConfigError(
+            f"these features are of device {record.device!r}, not {errand.device!r}",
+            "give --name and --key of that one",
+        )
+    signals, threads_stop = StopSignals(say), threading.Event()
+    worker = StoredWorker(record, open_spool(folder, say, limit_bytes=1 << 62))
+    missing = worker.missing
+    spool = Spool(outbox, say)
+    conduct = Conduct(identity, record.terms, "adapt", spool)
+    delivery = Delivery(worker, spool, lambda: None, None, threads_stop)
+    ended = asyncio.Event()
+    is_all_there = False
+
+    def on_tick() -> None:
+        """The server says goodbye when it has all; where batches are missing it waits, and this end leaves."""
+        nonlocal is_all_there
+        if missing and delivery.round_trips and spool.acknowledged + 1 >= spool.next_seq:
+            is_all_there = True
+            ended.set()
+
+    async def stop_either() -> None:
+        await signals.asked.wait()
+        threads_stop.set()
+        ended.set()
+
+    watching = asyncio.create_task(stop_either())
+    client = Client(
+        Endpoint(errand.server, errand.ca, BUILT), conduct, delivery, Backoff(random.Random()), say, on_tick
+    )
+    try:
+        outcome = await client.run(ended, errand.once)
+    finally:
+        watching.cancel()
+        delivery.close()
+    if is_all_there:
+        spool.annotate("")  # this upload is over: the next one begins at its first batch
+        raise DeviceError(
+            f"{missing} of {record.batches} batches are not here: dropped to keep within the cap, or not made yet; "
+            "the others were sent",
+            "run edge-run with the images while the server can be reached: it makes them again, and none counts twice",
+        )
+    return {
+        "outcome": outcome.reason,
+        "run": conduct.welcome.run if conduct.welcome else None,
+        "images": worker.counters.images,
+        "batches": record.batches,
+        "bytes_on_wire": client.traffic.sent_bytes,
+        "connections": client.traffic.connections,
+    }

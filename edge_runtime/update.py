@@ -1,0 +1,239 @@
+"""A new package in the place of the current one, in two slots: tried beside it on this device, and only then current.
+
+    packages/<digest>/   each package; `current` and `previous` point at two of them
+             quarantine.json   packages that failed here, with the reason: they are not tried again
+             attempt.json      which one is being tried, and how often: written before the first image, so that one that
+                               stops the device itself is found out by the next call
+
+Verifying is `install`'s part. Tried is what a run does: golden vectors, then pictures of this site, finite, and neither
+slower nor hungrier than a factor of the package before. A run uses what is current with
+--engine STATE/packages/current.
+The state's lock is held meanwhile: no run and no measurement is disturbed, and none disturbs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from contract.errors import (
+    CutlayerError,
+    DataError,
+    DeviceError,
+    EngineError,
+    PackageError,
+    RollbackError,
+    SignatureError,
+)
+from contract.image_folder import scan
+from contract.images import load_pixels, normalise, resize
+from contract.manifest import Manifest, digest, from_bytes
+from contract.signature import PublicKey
+from edge_runtime.engines import Engine
+from edge_runtime.install import (
+    CURRENT,
+    PREVIOUS,
+    QUARANTINE,
+    Installed,
+    current_name,
+    point,
+    quarantined,
+    shed_others,
+    stage,
+)
+from edge_runtime.state import write_durably
+
+ATTEMPT = "attempt.json"
+ATTEMPTS_MOST = 2  # that ended with the device rather than with a verdict
+OpenFrontend = Callable[[Path], Engine]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried, and what is put up with, as factors of the package before."""
+
+    images: int = 16
+    slower: float = 1.5
+    hungrier: float = 1.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one picture; joules None where no meter tells."""
+
+    seconds: float
+    energy_j: float | None
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What is current now."""
+
+    version: int
+    digest: str
+    before: str | None
+    slower: float | None  # times the package before; None: there was none, or it could not be compared
+    hungrier: float | None
+
+
+def update(
+    source: Path,
+    packages: Path,
+    trusted: Mapping[str, PublicKey],
+    open_frontend: OpenFrontend,
+    data: Path,
+    trial: Trial,
+    energy_now: Callable[[], float | None],
+    say: Callable[[str], None],
+) -> Updated:
+    """Verify, try, and make it current; whatever fails the trial is put into quarantine and nothing else changes.
+
+    Raises: SignatureError, RollbackError, PackageError when it is not let in; EngineError when it fails the trial;
+        DataError where there is no picture to try it on; DeviceError when the disk refuses.
+    """
+    name = _digest_of(source)
+    if name is not None and _attempts(packages, name) >= ATTEMPTS_MOST:
+        _quarantine(packages, name, f"the device stopped {ATTEMPTS_MOST} times while it was tried")
+    if name is not None:
+        _note_attempt(packages, name)
+    try:
+        staged = stage(source, packages, trusted, open_frontend, say)
+        before = current_name(packages)
+        slower, hungrier = _try(staged, packages, before, open_frontend, data, trial, energy_now)
+    except EngineError as error:
+        if name is not None:
+            _quarantine(packages, name, error.cause)
+        shed_others(packages)
+        raise EngineError(f"rolled back: {error.cause}", f"{error.cure}; the package before stays current") from error
+    except (SignatureError, RollbackError, PackageError):
+        (packages / ATTEMPT).unlink(missing_ok=True)  # it was not let in: nothing was tried
+        raise
+    if before is not None and before != staged.folder.name:
+        point(packages, PREVIOUS, before)
+    point(packages, CURRENT, staged.folder.name)
+    shed_others(packages)
+    (packages / ATTEMPT).unlink(missing_ok=True)
+    return Updated(staged.manifest.version, staged.digest.hex(), before, slower, hungrier)
+
+
+def go_back(packages: Path, reason: str) -> str:
+    """Make the package before current again, and put the present one into quarantine.
+
+    Raises: PackageError where there is none.
+    """
+    before, present = current_name(packages, PREVIOUS), current_name(packages)
+    if before is None or present is None:
+        raise PackageError("there is no package to go back to", "only edge-run update keeps the one before")
+    point(packages, CURRENT, before)
+    (packages / PREVIOUS).unlink(missing_ok=True)
+    _quarantine(packages, present, reason)
+    shed_others(packages)
+    return before
+
+
+def _try(
+    staged: Installed,
+    packages: Path,
+    before: str | None,
+    open_frontend: OpenFrontend,
+    data: Path,
+    trial: Trial,
+    energy_now: Callable[[], float | None],
+) -> tuple[float | None, float | None]:
+    """How much slower and hungrier it is. Raises: EngineError when that, or what it computes, is not put up with."""
+    if not staged.manifest.cuts:
+        return None, None
+    pictures = readable(data, staged.manifest.image.max_pixels, trial.images)
+    if not pictures:
+        raise DeviceError(f"there is no picture in {data} to try the package on", "give --data the images of this site")
+    new = measure(open_frontend(staged.onnx), staged.manifest, pictures, energy_now)
+    old_folder = None if before in (None, staged.folder.name) else packages / str(before)
+    if old_folder is None:
+        return None, None
+    try:
+        manifest = from_bytes((old_folder / "manifest.json").read_bytes())
+        old = measure(open_frontend(old_folder / manifest.cuts[0].onnx), manifest, pictures, energy_now)
+    except (CutlayerError, OSError, IndexError):
+        return None, None  # it cannot be compared with what does not run
+    slower = new.seconds / old.seconds
+    known = new.energy_j is not None and old.energy_j is not None and old.energy_j > 0.0
+    hungrier = new.energy_j / old.energy_j if known else None  # type: ignore[operator]
+    if slower > trial.slower:
+        raise EngineError(
+            f"an image takes {slower:.2f} times as long as with the package before, more than {trial.slower:g}",
+            "export a cheaper split, or raise --slower",
+        )
+    if hungrier is not None and hungrier > trial.hungrier:
+        raise EngineError(
+            f"an image takes {hungrier:.2f} times the energy of the package before, more than {trial.hungrier:g}",
+            "export a cheaper split, or raise --hungrier",
+        )
+    return slower, hungrier
+
+
+def readable(data: Path, max_pixels: int, most: int) -> list[Path]:
+    """The first pictures that can be decoded. Raises: DataError where there is no such folder."""
+    found: list[Path] = []
+    for image in scan(data, None).images:
+        with suppress(DataError):
+            load_pixels(image.path, image.relative, max_pixels)
+            found.append(image.path)
+        if len(found) == most:
+            break
+    return found
+
+
+def measure(
+    engine: Engine, manifest: Manifest, pictures: Sequence[Path], energy_now: Callable[[], float | None]
+) -> Cost:
+    """Run pictures one by one; the first of them twice, as it pays for what is made once.
+
+    Raises: EngineError when a token is not finite, or all pictures give the same.
+    """
+    rule, tokens = manifest.image, []
+    began_s, began_j = 0.0, None
+    for number, path in enumerate((pictures[0], *pictures)):
+        batch = normalise([resize(load_pixels(path, path.name, rule.max_pixels), rule)], rule)
+        if number == 1:
+            began_s, began_j = time.monotonic(), energy_now()
+        tokens.append(engine.run(batch))
+        if not np.isfinite(tokens[-1]).all():
+            raise EngineError(
+                f"picture {number} of the site gives values that are not finite", "export the package again"
+            )
+    seconds, ended_j = time.monotonic() - began_s, energy_now()
+    if len(pictures) > 1 and all(np.array_equal(each, tokens[0]) for each in tokens):
+        raise EngineError("all pictures of the site give the same tokens", "export the package again")
+    joules = None if began_j is None or ended_j is None else (ended_j - began_j) / len(pictures)
+    return Cost(seconds / len(pictures), joules)
+
+
+def _digest_of(source: Path) -> str | None:
+    try:
+        return digest((source / "manifest.json").read_bytes()).hex()
+    except OSError:
+        return None  # `stage` says what is missing
+
+
+def _attempts(packages: Path, name: str) -> int:
+    try:
+        noted = json.loads((packages / ATTEMPT).read_bytes())
+        return int(noted["count"]) if noted["digest"] == name else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _note_attempt(packages: Path, name: str) -> None:
+    noted = {"digest": name, "count": _attempts(packages, name) + 1}
+    write_durably(packages / ATTEMPT, json.dumps(noted).encode())
+
+
+def _quarantine(packages: Path, name: str, reason: str) -> None:
+    write_durably(packages / QUARANTINE, json.dumps({**quarantined(packages), name: reason[:300]}).encode())
+    (packages / ATTEMPT).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Commands of server-run beside running: one file each, by its name (contract.commands)."""

@@ -1,0 +1,165 @@
+"""Updates: what is good becomes current, what is bad is rolled back by itself and never tried again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from contract.console import run_command
+from contract.errors import EngineError, PackageError, RollbackError, SignatureError
+from contract.signature import key_id, save_public
+from edge_runtime import cli
+from edge_runtime.engines import Engine, open_engine
+from edge_runtime.install import current_name, install, quarantined
+from edge_runtime.update import Trial, Updated, go_back, update
+from tests.edge_runtime.fake_package import PUBLISHER, Package, write_images, write_package
+
+TRUSTED = {key_id(PUBLISHER.public_key()): PUBLISHER.public_key()}
+
+
+def open_fake(path: Path) -> Engine:
+    return open_engine("fake", path, 1)
+
+
+class Device:
+    """A state with version 1 current, and pictures."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.packages = root, root / "packages"
+        self.packages.mkdir()
+        self.data = write_images(root / "images", {"a": 4, "b": 4})
+        (self.data / "a" / "broken.png").write_bytes(b"no picture")
+        self.joules = iter(range(1000))
+        self.first = write_package(root / "v1")
+        install(self.first.folder, self.packages, TRUSTED, open_fake, print)
+
+    def update(self, package: Package, opener: Callable[[Path], Engine] = open_fake, **changes: float) -> Updated:
+        trial = Trial(**{"images": 6, "slower": 20.0, **changes})  # type: ignore[arg-type]
+        now = lambda: None  # noqa: E731
+        return update(package.folder, self.packages, TRUSTED, opener, self.data, trial, now, print)
+
+    @property
+    def current(self) -> str | None:
+        return current_name(self.packages)
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return Device(tmp_path)
+
+
+def test_a_good_update_becomes_current_and_the_one_before_stays(device: Device) -> None:
+    second = write_package(device.root / "v2", version=2, seed=1)
+    done = device.update(second)
+    assert (done.version, done.before) == (2, device.first.digest.hex())
+    assert done.slower is not None and done.slower > 0 and done.hungrier is None
+    assert device.current == second.digest.hex()
+    assert (device.packages / device.first.digest.hex() / "front.onnx").exists()  # the other slot
+    installed = install(device.packages / "current", device.packages, TRUSTED, open_fake, print)  # as a run does
+    assert installed.digest == second.digest
+    assert current_name(device.packages, "previous") == device.first.digest.hex()
+    assert go_back(device.packages, "it is worse") == device.first.digest.hex() == device.current
+    assert install(device.packages / "current", device.packages, TRUSTED, open_fake, print).manifest.version == 1
+    with pytest.raises(PackageError, match="it is worse"):
+        device.update(second)
+
+
+def test_a_frontend_that_is_too_slow_is_rolled_back_by_itself(device: Device) -> None:
+    slow = write_package(device.root / "v2", version=2, delay_s=0.02)
+    with pytest.raises(EngineError, match=r"rolled back: an image takes \d.* times as long"):
+        device.update(slow, slower=1.5)
+    assert device.current == device.first.digest.hex()
+    assert "as long" in quarantined(device.packages)[slow.digest.hex()]
+    assert not (device.packages / slow.digest.hex() / "front.onnx").exists()  # it fills no card
+    with pytest.raises(PackageError, match="was tried on this device and failed"):
+        device.update(slow, slower=1e9)
+    install(device.first.folder, device.packages, TRUSTED, open_fake, print)  # its version is none to stay above
+    assert device.update(write_package(device.root / "v3", version=3)).version == 3
+
+
+class Wrong:
+    """An engine that computes something else after the golden vectors."""
+
+    def __init__(self, engine: Engine, value: float | None) -> None:
+        self._engine, self._value, self._calls = engine, value, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def run(self, images: np.ndarray) -> np.ndarray:
+        tokens = self._engine.run(images)
+        return np.full_like(tokens, np.nan if self._value is None else self._value) if len(images) == 1 else tokens
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, "not finite"), (0.5, "the same tokens")])
+def test_a_frontend_that_fails_on_the_site_s_pictures_is_rolled_back(
+    value: float | None, said: str, device: Device
+) -> None:
+    bad = write_package(device.root / "v2", version=2)
+    with pytest.raises(EngineError, match=f"rolled back: .*{said}"):
+        device.update(bad, lambda path: Wrong(open_fake(path), value))  # type: ignore[arg-type,return-value]
+    assert device.current == device.first.digest.hex()
+
+
+def test_an_older_version_and_a_forged_one_are_refused_without_a_trial(device: Device) -> None:
+    device.update(write_package(device.root / "v2", version=2))
+    present = device.current
+    with pytest.raises(RollbackError, match="older than the installed 2"):
+        device.update(device.first)
+    forged = write_package(device.root / "v3", version=3)
+    (forged.folder / "manifest.json").write_bytes((forged.folder / "manifest.json").read_bytes() + b" ")
+    with pytest.raises(SignatureError):
+        device.update(forged)
+    assert device.current == present and quarantined(device.packages) == {}
+    assert not (device.packages / "attempt.json").exists()
+
+
+def test_a_package_that_stops_the_device_is_found_out_by_the_third_call(device: Device) -> None:
+    class Stopped(BaseException):
+        pass
+
+    def power_cut(path: Path) -> Engine:
+        raise Stopped
+
+    deadly = write_package(device.root / "v2", version=2)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            device.update(deadly, power_cut)
+    with pytest.raises(PackageError, match="stopped 2 times"):
+        device.update(deadly)
+    assert device.current == device.first.digest.hex()
+
+
+def test_energy_counts_where_a_meter_tells(device: Device) -> None:
+    told = iter([0.0, 10.0, 10.0, 12.0])  # 10 J for the new one, 2 J for the old one
+    with pytest.raises(EngineError, match="5.00 times the energy"):
+        update(
+            write_package(device.root / "v2", version=2).folder, device.packages, TRUSTED, open_fake, device.data,
+            Trial(4, 100.0, 1.5), lambda: next(told), print,
+        )  # fmt: skip
+
+
+def test_the_command(device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state, trust = tmp_path / "state", tmp_path / "publisher.pub"
+    save_public(trust, PUBLISHER.public_key())
+    words = ["--state", str(state), "--trust", str(trust), "--data", str(device.data), "--slower", "100"]
+    first, second = (
+        device.root / "v1" / "front.fake",
+        write_package(device.root / "v2", version=2).folder / "front.fake",
+    )
+
+    def call(*more: str) -> int:
+        return run_command(lambda: cli.edge_run_or_command(["update", *more]))
+
+    assert call(*words, str(first)) == 0
+    assert call(*words, str(second)) == 0
+    assert "version 2" in capsys.readouterr().err
+    assert call(*words, str(first)) == 4
+    assert call("--state", str(state), "--back") == 0
+    assert call("--state", str(state), "--back") == 4
+    assert call("--state", str(state)) == 2
+    assert len(json.loads((state / "packages" / "quarantine.json").read_text())) == 1

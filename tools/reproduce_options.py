@@ -1,0 +1,100 @@
+"""What the command lines of reproductions have in common: where rows are kept and how they are shown, lists, and
+defaults that depend on the world. What a reproduction runs is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contract.canonical import INT_MAX
+from contract.errors import UsageError, suggest
+
+
+def add_place(parser: argparse.ArgumentParser, holds: str) -> argparse._MutuallyExclusiveGroup:
+    """Engine, threads, world, rows and form of the answer; `holds` names the archives that --shared has. Returns the
+    group of what to do instead of computing."""
+    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {holds} (default: ../shared)")
+    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
+    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    return action
+
+
+def take_defaults(options: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fill in what was not given, by world."""
+    for name, value in defaults[world_of(options)].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def world_of(options: argparse.Namespace) -> str:
+    return "quick" if options.quick else "full"
+
+
+def read_only(text: str, form: str, example: str) -> list[str]:
+    """The parts of --only, the last of them a seed. Raises: UsageError."""
+    parts = text.split("/")
+    if len(parts) != len(form.split("/")) or not parts[-1].isdecimal():
+        raise UsageError(f"--only should be {form}, found {text!r}", f"as in --only {example}")
+    return parts
+
+
+def check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Raises: UsageError for a name that is not known."""
+    for name in given:
+        if name not in known:
+            raise UsageError(f"there is no {what} {name!r} here{suggest(name, known)}", f"known: {', '.join(known)}")
+
+
+def check_counts(options: argparse.Namespace, lowest: Mapping[str, int]) -> None:
+    """Raises: UsageError for a whole number, or one of a list, that is too small or too large."""
+    for flag, least in lowest.items():
+        given = getattr(options, flag.replace("-", "_"))
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not least <= value <= INT_MAX:
+                raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
+
+
+def check_rate(options: argparse.Namespace) -> None:
+    """Raises: UsageError."""
+    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
+        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+
+
+def refuse_with_quick(options: argparse.Namespace, *flags: str) -> None:
+    """Raises: UsageError."""
+    for flag in flags:
+        if options.quick and getattr(options, flag[2:].replace("-", "_")) is not None:
+            raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+
+
+def check_test_images(count: int | None, classes: int) -> None:
+    """Raises: UsageError."""
+    if count is not None and (count < 1 or count % classes):
+        raise UsageError(
+            f"--test-images should be a multiple of {classes}, found {count}", "the same number is drawn of each class"
+        )
+
+
+def texts(text: str) -> list[str]:
+    """Comma-separated names, each once."""
+    return list(dict.fromkeys(text.split(",")))
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers, each once."""
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
