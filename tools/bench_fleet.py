@@ -47,6 +47,7 @@ class Seen:
     late_s: list[float] = field(default_factory=list)
     pong_s: list[float] = field(default_factory=list)
     lost: int = 0
+    counting: bool = False  # all are in
 
 
 class Device:
@@ -74,17 +75,18 @@ class Device:
                 await self._take()
             self._seen.connect_s.append(time.perf_counter() - began_s)
 
-    async def stay(self, until_s: float, rng: np.random.Generator) -> None:
-        """Beat and listen until `until_s`; one ping at a random moment of each 10 s."""
+    async def stay(self, until: asyncio.Event, rng: np.random.Generator) -> None:
+        """Beat and listen until the end, also while others still join; a ping at a random moment of each 10 s."""
         listening = asyncio.create_task(self._listen())
         try:
-            while time.perf_counter() < until_s and not listening.done():
+            while not until.is_set() and not listening.done():
                 await asyncio.sleep(float(rng.uniform(0.0, HEARTBEAT_S)))
                 self._session.tick(time.monotonic())
                 await self._flush()
                 asked_s = time.perf_counter()
                 await (await self.socket.ping())
-                self._seen.pong_s.append(time.perf_counter() - asked_s)
+                if self._seen.counting:
+                    self._seen.pong_s.append(time.perf_counter() - asked_s)
         except Exception:  # whatever it was, the session is gone
             self._seen.lost += 1
         listening.cancel()
@@ -94,7 +96,8 @@ class Device:
         while True:
             await self._take()
             now_s = time.perf_counter()
-            self._seen.late_s.append(max(0.0, now_s - heard_s - HEARTBEAT_S))
+            if self._seen.counting:
+                self._seen.late_s.append(max(0.0, now_s - heard_s - HEARTBEAT_S))
             heard_s = now_s
 
     async def _take(self) -> None:
@@ -137,21 +140,30 @@ async def measure(
     before_bytes = server.memory_info().rss
     devices = [Device(name, key, seen) for name, key in keys.items()]
     began_s, gate = time.perf_counter(), asyncio.Semaphore(at_once)
-    joined = await asyncio.gather(*(device.join(url, context, gate) for device in devices), return_exceptions=True)
-    refused = [error for error in joined if isinstance(error, BaseException)]
+    ended, rngs = asyncio.Event(), np.random.default_rng(0).spawn(len(devices))
+    refused: list[BaseException] = []
+
+    async def live(device: Device, rng: np.random.Generator) -> None:
+        try:
+            await device.join(url, context, gate)
+        except Exception as error:
+            refused.append(error)
+            return
+        finally:
+            arrived.release()
+        await device.stay(ended, rng)
+
+    arrived = asyncio.Semaphore(0)
+    lives = [asyncio.create_task(live(device, rng)) for device, rng in zip(devices, rngs, strict=True)]
+    for _ in devices:
+        await arrived.acquire()
     all_in_s = time.perf_counter() - began_s
-    cpu = server.cpu_times()
-    held_from_s = time.perf_counter()
-    rngs = np.random.default_rng(0).spawn(len(devices))
-    await asyncio.gather(
-        *(
-            device.stay(held_from_s + hold_s, rng)
-            for device, rng, end in zip(devices, rngs, joined, strict=True)
-            if end is None
-        )
-    )
+    seen.counting, cpu, held_from_s = True, server.cpu_times(), time.perf_counter()
+    await asyncio.sleep(hold_s)
     held_s, after = time.perf_counter() - held_from_s, server.cpu_times()
     after_bytes = server.memory_info().rss
+    ended.set()
+    await asyncio.gather(*lives)
     return {
         "devices": len(devices),
         "not_let_in": len(refused),

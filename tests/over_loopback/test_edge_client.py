@@ -61,7 +61,7 @@ def flags_of(config: DeviceConfig) -> list[str]:
     flags: list[str] = []
     for field in FIELDS:
         value = getattr(config, field.name)
-        if value is not None:
+        if value not in (None, ""):
             flags += ["--" + field.name.replace("_", "-"), str(value)]
     return flags
 
