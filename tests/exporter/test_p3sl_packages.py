@@ -50,7 +50,9 @@ def test_devices_choose_among_the_first_ten_layers_and_the_server_keeps_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [3, 10])
 def test_a_resnet_101_is_packaged_and_takes_a_step_on_the_device(tmp_path: Path, split: int) -> None:
-    """Bottleneck blocks: the device's step with onnxruntime moves every tensor as torch's does."""
+    """Bottleneck blocks: forward is torch's, and a step moves weights and statistics.
+
+    Not all: residual branches begin with a last norm of weight 0, and in front of it there is no gradient yet."""
     from edge_runtime.trainer import open_trainer
 
     choices = replace(
@@ -66,7 +68,8 @@ def test_a_resnet_101_is_packaged_and_takes_a_step_on_the_device(tmp_path: Path,
     trainer.backward(np.full(z.shape, 1e-3, np.float32))
     trainer.step(0.1)
     moved = trainer.parameters()
-    assert all((moved[name] != value).any() for name, value in before.items())
+    changed = {name for name, value in before.items() if (moved[name] != value).any()}
+    assert {"conv1.weight", "bn1.weight", "bn1.running_mean", "layer1.0.bn3.weight"} <= changed
 
     model = create("resnet101", False, {**SMALL, "num_classes": 0})
     part = family_of(model)[1].cut(model, split)[0].train()
