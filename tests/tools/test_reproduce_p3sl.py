@@ -153,7 +153,6 @@ def test_p3sl_is_compared_with_each_baseline_on_points_and_joules() -> None:
         (
             "data",
             "epochs",
-            "noise",
             "batch",
             "learning_rate",
             "aggregate_every",
