@@ -1,4 +1,7 @@
-"""Noise at the cut of a part that a device trains (P3SL): its law, and the key that repeats it for an image.
+"""Noise at the cut of a part that a device trains (P3SL): its law, and the key that repeats it for an image and a draw.
+
+Noise that stays the same while the part is trained cancels between two epochs, whatever its strength; one draw for each
+epoch only averages (docs/results.md, attack `epoch_difference`). So a draw has a name: the epoch's.
 
 sigma is a standard deviation: Laplace noise of scale b = sigma / sqrt 2 (algorithms.md 3.2), converted here and nowhere
 else. Which sigma applies is left to the server's noise table and the device's floor.
@@ -22,13 +25,10 @@ def laplace_scale(sigma: float) -> float:
 
 
 def image_noise(
-    secret: bytes, sample_id: bytes, package_digest: bytes, cut: int, sigma: float, shape: tuple[int, ...],
-    draw: str | None = None,
+    secret: bytes, sample_id: bytes, package_digest: bytes, cut: int, sigma: float, shape: tuple[int, ...], draw: str,
 ) -> npt.NDArray[np.float32]:  # fmt: skip
-    """One image's noise at a cut; its wire id stands for its pixels. `draw` None: the same for ever; else a fresh draw
-    of that name."""
-    kind = KIND if draw is None else f"{KIND} fresh={draw}"
-    key = noise_key(secret, sample_id, package_digest, cut, kind, sigma)
+    """One image's noise at a cut; its wire id stands for its pixels. A `draw` of the same name is the same draw."""
+    key = noise_key(secret, sample_id, package_digest, cut, f"{KIND} draw={draw}", sigma)
     noise = laplace(key, shape)
     noise *= np.float32(laplace_scale(sigma))
     return noise

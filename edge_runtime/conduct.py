@@ -104,9 +104,9 @@ class Conduct:
         return self._spool.acknowledged
 
     def take_rest(self) -> float | None:
-        """For how long the server can do without this device, once: when it has been told so and the answer is on its
-        way (one that is lost there goes out again after the rest)."""
-        if self._rest_s is None or self._working_on is not None or not self.is_all_sent:
+        """For how long the server can do without this device, once: when it has been told so and has acknowledged all,
+        so that nothing goes out again after the rest."""
+        if self._rest_s is None or self._working_on is not None or self._spool.acknowledged + 1 < self._spool.next_seq:
             return None
         rest_s, self._rest_s = self._rest_s, None
         return rest_s

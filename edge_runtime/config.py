@@ -34,7 +34,11 @@ FIELDS = (
     Field("classes", Path, None, "class list, one a line; default: the class folders"),
     Field("label_mode", str, "permuted-label", f"the one label mode this device accepts: {', '.join(LABEL_MODES)}"),
     Field(
-        "noise", str, "keyed", "keyed: each image always gets the same noise; fresh: as published, to reproduce a paper"
+        "noise",
+        str,
+        "keyed",
+        "keyed: an image always gets the same noise, while a part trains one draw an epoch; fresh: as published, to "
+        "reproduce a paper",
     ),
     Field("alpha", float, None, "strength of the weight noise; default: the package's"),
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),

@@ -95,7 +95,7 @@ def open_chosen(
     except EngineError as error:
         if required == PLANNED_ENGINE:
             raise
-        reason = f"TensorRT was asked for, {DEFAULT_ENGINE} runs instead: {error.cause}"
+        reason = f"TensorRT cannot serve, {DEFAULT_ENGINE} runs instead: {error.cause}"
         say(f"{reason}\n  cure: {error.cure}")
         instead = replace(choice, engine=DEFAULT_ENGINE, fallback_reason=reason)
         return Opened(open_engine(DEFAULT_ENGINE, path, threads), instead, changed_share)

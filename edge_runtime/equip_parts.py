@@ -94,8 +94,13 @@ def equip_parts(
         shipped = read_shipped(installed.folder)
         keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh, accounts.release)
     else:
+
+        def release(ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float) -> None:
+            accounts.release(ids, cut, kept, sigma)
+            counters.sigma = sigma
+
         choice = open_choice(installed, plan, config, stages, counters, say)
-        keeper = PartKeeper(rules, images, open_cut, head, store, tick, accounts.release, noise, choice.answer)
+        keeper = PartKeeper(rules, images, open_cut, head, store, tick, release, noise, choice.answer)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()
 
@@ -117,7 +122,9 @@ def open_choice(
     def spent() -> Spent:
         train = stages.costs().get("train")
         slowed = frozenset(flag.name for flag in watch.flags())
-        return Spent(0.0 if train is None else train.energy_j, counters.images, slowed)
+        if train is None:
+            return Spent(0.0, 0.0, counters.images, slowed)
+        return Spent(train.energy_j, train.bound_j or 0.0, counters.images, slowed)
 
     signed = None
     if any(file.name == LEAKAGE_NAME for file in installed.manifest.files):

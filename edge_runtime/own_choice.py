@@ -1,8 +1,8 @@
 """The device's answer to the server's question for a split: its own tables, kept true by what its turns really took.
 
 The rules are `choose_split`'s. After every turn the energy that the meter told is held against the table: where it left
-it by 10 %, or where the device slowed itself down, the table is corrected and the choice made anew. An energy table
-without a meter is taken as it is.
+it by 10 % and by more than the meter may be wrong, or where the device slowed itself down, the table is corrected and
+the choice made anew. Without a meter the table is taken as it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ NONE = 0  # what is answered where no split will do
 
 @dataclass(frozen=True)
 class Spent:
-    """What training took so far: joules (None: unknown), images, and what slowed the device down."""
+    """What training took so far: joules (None: unknown) within +- `bound_j`, images, and what slowed it down."""
 
     energy_j: float | None = None
+    bound_j: float = 0.0
     images: int = 0
     slowed_down: frozenset[str] = frozenset()
 
@@ -126,6 +127,9 @@ class OwnChoice:
         measured_j = None
         if now.energy_j is not None and before.energy_j is not None:
             measured_j = (now.energy_j - before.energy_j) / images
+            known = next((cost.energy_j for cost in self._costs if cost.split == self._last), None)
+            if known is not None and abs(measured_j - known) <= (now.bound_j - before.bound_j) / images:
+                measured_j = None  # the meter cannot tell the two apart
         costs = corrected(self._costs, self._last, measured_j, bool(now.slowed_down - before.slowed_down))
         if costs != self._costs:
             self._say(f"the turn at split {self._last} was not as the energy table says: it is corrected")

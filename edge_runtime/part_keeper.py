@@ -276,7 +276,8 @@ class PartKeeper:
         if sigma > 0.0:
             if self.noise is None:
                 raise RemoteProtocolError(f"ask {ask.ask}: this device has no noise for it", START_ANEW)
-            z = self.noise.add(z, batch.sample_ids, place.cut, sigma, ask.ask)
+            epoch = f"{place.run} epoch {int(numbers['epoch'])}"
+            z = self.noise.add(z, batch.sample_ids, place.cut, sigma, epoch, ask.ask)
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)

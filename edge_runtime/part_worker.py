@@ -79,7 +79,8 @@ class PartWorker:
         sent = 0
         for number, z in enumerate(self._evaluate(trainer, self.batch_size(upload, trainer))):
             if noise is not None:
-                z = noise.add(z, ids[sent : sent + len(z)], trainer.cut.index, sigma, f"{upload.ask} {number}")
+                some, message = ids[sent : sent + len(z)], f"{upload.ask} {number}"
+                z = noise.add(z, some, trainer.cut.index, sigma, f"{upload.run} prediction", message)
             sent += len(z)
             values = to_wire(z, kind)
             self.counters.images += len(z)

@@ -62,6 +62,7 @@ class Report:
     kappa: float | None
     alpha: float
     noise: str
+    sigma: float  # of the noise at the cut of a part that is trained here
     package: str
     package_version: int
     package_digest: str
@@ -121,7 +122,9 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     yield "engine", f"{report.engine}, {at_once}, {'float32 training' if trains else kernels}"
     yield from (("", text) for text in (report.int8_lost, report.engine_fallback, *report.plans) if text)
     yield "labels", report.label_mode
-    if report.codes_changed is None:
+    if report.sigma > 0.0:
+        yield "noise", f"{report.noise}, sigma {report.sigma:g} at the cut"
+    elif report.codes_changed is None:
         yield "noise", "none: this package trains without feature or weight noise"
     else:
         changed = f"{report.codes_changed:.1%} of weight codes changed"

@@ -343,6 +343,7 @@ def make_report(
         golden_snr_db=equipment.installed.golden_snr_db,
         label_mode=equipment.terms.label_mode,
         kappa=welcome.kappa if welcome else None,
+        sigma=counters.sigma,
         alpha=equipment.terms.alpha,
         noise=equipment.config.noise,
         package=manifest.name,

@@ -79,6 +79,7 @@ class Counters:
     payload_bytes: int = 0
     codes: int = 0
     saturated: int = 0
+    sigma: float = 0.0  # of the noise at the cut of a part, when something left last
 
 
 class Worker:

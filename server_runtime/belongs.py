@@ -36,9 +36,11 @@ STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     ),
     **dict.fromkeys(("sigma", "fsim_threshold"), NOISY),
     **dict.fromkeys(
-        ("aggregate_every", "average_by", "sleep_least_s", "reference_accuracy", "accuracy_loss"), frozenset({"p3sl"})
+        ("aggregate_every", "average_by", "sleep_least_s", "reference_accuracy", "accuracy_loss", "public"),
+        frozenset({"p3sl"}),
     ),
 }
+_OF_THE_SERVER = frozenset({"public"})  # in a file or the environment: a fact about the server, for whatever it runs
 
 
 def check_given(strategy: str, origins: Mapping[str, str]) -> None:
@@ -48,7 +50,9 @@ def check_given(strategy: str, origins: Mapping[str, str]) -> None:
     """
     for name, origin in origins.items():
         owners = STRATEGIES_OF.get(name)
-        if origin != "default" and owners is not None and strategy not in owners:
+        if origin == "default" or (name in _OF_THE_SERVER and not origin.startswith("--")):
+            continue
+        if owners is not None and strategy not in owners:
             where = "" if origin.startswith("--") else f" ({origin})"
             raise ConfigError(
                 f"--{name.replace('_', '-')} was given{where}, but means nothing to {strategy}",

@@ -14,7 +14,6 @@ import importlib
 import json
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from tools.reproduce_baselines import QUICK_BUDGET
 from tools.reproduce_cells import PACKAGES, STUDIES, Asked, Cell, cells_of, codes_shared_by, missing_reason
+from tools.reproduce_options import add_output, add_share
 from tools.reproduce_rows import Adaptation, Effort, Laboratory, Row
 from tools.reproduce_table import results_of
 from tools.reproduce_world import (
@@ -46,7 +46,7 @@ from tools.reproduce_world import (
     listing,
     quick_world,
 )
-from tools.share import WHOLE, read_share, share_of
+from tools.share import share_of
 
 ROW_SCHEMA = 2
 OTHERS = {
@@ -112,7 +112,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--engine", choices=engines, help="of the devices; default: onnxruntime with --quick, else torch"
     )
     parser.add_argument("--test-images", type=int, metavar="N", help="sample of the test images (default: all)")
-    add_sharing(parser)
+    add_share(parser)
+    add_output(parser)
     parser.add_argument(
         "--shared", type=Path, metavar="DIR", help=f"holds {listing(ARCHIVES)} (default: ../shared of the checkout)"
     )
@@ -125,17 +126,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     check(options)
     options.datasets = ["digits"] if options.quick else options.datasets or list(TASKS)
     return options
-
-
-def add_sharing(parser: argparse.ArgumentParser) -> None:
-    """Where rows are kept, which of them are computed here, and how they are shown."""
-    parser.add_argument(
-        "--share", type=read_share, metavar="I/N", default=WHOLE, help="compute part I of N of the rows"
-    )
-    parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
-    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
 
 
 def check(options: argparse.Namespace) -> None:

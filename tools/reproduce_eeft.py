@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from contract import manifest as manifests
-from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError, suggest
+from contract.errors import UsageError
 from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.similarity import AUTOMATIC, CLOSE
-from tools.kept_rows import claim, finished
+from tools.kept_rows import claimed, finished
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import Row, compare, results_of, summarise
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world
-from tools.reproduce_options import numbers, texts
+from tools.reproduce_options import (
+    add_place,
+    check_counts,
+    check_known,
+    check_rate,
+    numbers,
+    read_only,
+    refuse_with_quick,
+    take_defaults,
+    texts,
+    world_of,
+)
 from tools.reproduce_world import ROOT, alone
 
 ROW_SCHEMA = 1
@@ -81,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="tools/reproduce eeft", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
-    parser.add_argument("--scenarios", type=texts, help="default: all of " + ",".join(SCENARIOS["full"]))
+    parser.add_argument(
+        "--scenarios", type=texts, help="default: task with --quick, else all of " + ",".join(SCENARIOS["full"])
+    )
     parser.add_argument(
         "--methods", type=texts, help=f"default: {','.join(COMPARED)} (fewer with --quick); known: {','.join(METHODS)}"
     )
@@ -96,66 +106,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="of the modules, sgd with momentum 0.5 (default: 0.1)")
     parser.add_argument("--body-learning-rate", type=float, help="where the whole model is trained (default: 0.01)")
     parser.add_argument("--alone", type=int, default=3, help="rounds before EEFT averages (default: %(default)s)")
-    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
-    listed = f"{CIFAR}, {PACS} and {WEIGHTS}"
-    parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {listed} (default: ../shared)")
-    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
-    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
-    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    add_place(parser, f"{CIFAR}, {PACS} and {WEIGHTS}")
     options = parser.parse_args(argv)
-    for name, value in DEFAULTS[world_of(options)].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    options.scenarios = options.scenarios or list(SCENARIOS[world_of(options)])
+    take_defaults(options, DEFAULTS)
+    options.scenarios = options.scenarios or (["task"] if options.quick else list(SCENARIOS["full"]))
     options.methods = options.methods or [name for name in COMPARED if not (options.quick and name in VARIANTS)]
+    if options.only is not None:
+        scenario, method, seed = read_only(options.only, "SCENARIO/METHOD/SEED", "task/eeft/0")
+        options.scenarios, options.methods, options.seeds, options.ablations = [scenario], [method], [int(seed)], False
     check(options)
     return options
 
 
-def world_of(options: argparse.Namespace) -> str:
-    return "quick" if options.quick else "full"
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises: UsageError that names the option."""
-    for what, given, known in (
-        ("scenario", options.scenarios, SCENARIOS[world_of(options)]), ("method", options.methods, tuple(METHODS)),
-    ):  # fmt: skip
-        for name in given:
-            if name not in known:
-                raise UsageError(
-                    f"there is no {what} {name!r} here{suggest(name, known)}", f"known: {', '.join(known)}"
-                )
-    if options.quick and options.shared is not None:
-        raise UsageError("--shared belongs to the full reproduction", "leave out --quick, or --shared")
-    lowest = {"rounds": 1, "batch": 1, "threads": 1, "alone": 0}
-    values = [(name, getattr(options, name), least) for name, least in lowest.items()]
-    values += [] if options.local_epochs is None else [("local-epochs", options.local_epochs, 1)]
-    for flag, value, least in [*values, *(("seeds", seed, 0) for seed in options.seeds)]:
-        if not least <= value <= INT_MAX:
-            raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
-    for name in ("learning_rate", "body_learning_rate"):
-        rate = getattr(options, name)
-        if not (math.isfinite(rate) and rate > 0):
-            raise UsageError(f"--{name.replace('_', '-')} should be more than 0, found {rate}", "correct it")
+    check_known("scenario", options.scenarios, SCENARIOS[world_of(options)])
+    check_known("method", options.methods, tuple(METHODS))
+    refuse_with_quick(options, "--shared")
+    check_counts(options, {"rounds": 1, "batch": 1, "threads": 1, "alone": 0, "local-epochs": 1, "seeds": 0})
+    check_rate(options)
+    check_rate(options, "--body-learning-rate")
 
 
 def cells_of(options: argparse.Namespace) -> list[EeftCell]:
-    """All cells, the first seed's first. Raises: UsageError for an --only that is none."""
-    if options.only is not None:
-        parts = options.only.split("/")
-        known = len(parts) == 3 and parts[0] in SCENARIOS[world_of(options)] and parts[1] in METHODS
-        if not (known and parts[2].isdecimal()):
-            raise UsageError(
-                f"--only should be SCENARIO/METHOD/SEED, found {options.only!r}", "as in --only task/eeft/0"
-            )
-        return [EeftCell(parts[0], parts[1], int(parts[2]))]
+    """All cells, the first seed's first."""
     compared = [
         EeftCell(scenario, method, seed)
         for seed in options.seeds
@@ -212,16 +187,16 @@ def finish(
     }  # fmt: skip
     if METHODS[cell.method].strategy == "eeft" and METHODS[cell.method].threshold == AUTOMATIC:
         head["close"] = CLOSE  # rows that were computed by another rule are others
-    row = finished(path, head)
-    if row is None and laboratory is not None:
-        with claim(path) as is_mine:
-            row = finished(path, head)
-            if row is None and is_mine:
-                say(f"== row {which}: {cell.scenario}, {cell.method}, seed {cell.seed}")
-                make_folders(world, [cell])
-                row = {**head, **laboratory.row(cell).document()}
-                write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
-                row = json.loads(path.read_text())
+    if laboratory is None:
+        row = finished(path, head)
+    else:
+
+        def compute() -> Row:
+            say(f"== row {which}: {cell.scenario}, {cell.method}, seed {cell.seed}")
+            make_folders(world, [cell])
+            return laboratory.row(cell).document()
+
+        row = claimed(path, head, compute)
     if row is not None:
         say(line_of(row))
     return row

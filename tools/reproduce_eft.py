@@ -68,8 +68,10 @@ RATES = {  # highest learning rate of AdamW, on devices and on the server
     "eft_vit": (3e-5, 5e-4), "fed_head": (5e-3, 0.0), "fed_bias": (2e-3, 0.0), "fed_prompt": (5e-3, 0.0),
     "fed_lora": (1e-3, 0.0), "fed_full": (2e-4, 0.0), "fed_bfpt": (5e-4, 0.0),
 }  # fmt: skip
-EFT_RATES = ((3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4))
-FACTORS = (1 / 3, 3.0)  # of the others' rates
+EFT_RATES = (
+    (3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4), (1e-5, 1e-3), (3e-6, 5e-4), (3e-6, 1e-3),
+)  # fmt: skip
+FACTORS = (1 / 3, 3.0, 9.0)  # of the others' rates
 TEST_IMAGES, DEVICES, COST_BATCHES = 1000, 20, (8, 32)
 
 

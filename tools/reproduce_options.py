@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.canonical import INT_MAX
 from contract.errors import UsageError, suggest
+from tools.share import WHOLE, read_share
 
 
 def add_place(parser: argparse.ArgumentParser, holds: str) -> argparse._MutuallyExclusiveGroup:
@@ -25,10 +26,23 @@ def add_place(parser: argparse.ArgumentParser, holds: str) -> argparse._Mutually
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
     action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
+    add_output(parser)
+    return action
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Where rows are kept, and how they are shown."""
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
-    return action
+
+
+def add_share(parser: argparse.ArgumentParser) -> None:
+    """Which rows are computed by this of several commands."""
+    parser.add_argument(
+        "--share", type=read_share, metavar="I/N", default=WHOLE, help="compute part I of N of the rows"
+    )
+    parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
 
 
 def take_defaults(options: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
@@ -66,10 +80,11 @@ def check_counts(options: argparse.Namespace, lowest: Mapping[str, int]) -> None
                 raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
 
 
-def check_rate(options: argparse.Namespace) -> None:
+def check_rate(options: argparse.Namespace, flag: str = "--learning-rate") -> None:
     """Raises: UsageError."""
-    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+    rate = getattr(options, flag[2:].replace("-", "_"))
+    if not (math.isfinite(rate) and rate > 0):
+        raise UsageError(f"{flag} should be more than 0, found {rate}", "correct it")
 
 
 def refuse_with_quick(options: argparse.Namespace, *flags: str) -> None:

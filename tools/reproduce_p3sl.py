@@ -49,7 +49,7 @@ ROW_SCHEMA = 2
 MODELS = {"quick": ("resnet18",), "full": ("vgg16_bn", "resnet18")}
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {
-        "models": list(MODELS["quick"]), "seeds": [0], "epochs": 10, "learning_rate": 0.02, "batch": 8,
+        "models": list(MODELS["quick"]), "seeds": [0], "epochs": 10, "learning_rate": 0.15, "batch": 8,
         "engine": "onnxruntime",
     },
     "full": {
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="default: 10")
     parser.add_argument("--aggregate-every", type=int, default=5, help="epochs, R (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 8 with --quick, else 64)")
-    parser.add_argument("--learning-rate", type=float, help="highest of the cosine (default: 0.02 with --quick, 0.01)")
+    parser.add_argument("--learning-rate", type=float, help="highest of the cosine (default: 0.15 with --quick, 0.01)")
     parser.add_argument(
         "--fsim-threshold",
         type=float,

@@ -27,6 +27,7 @@ from server_runtime.report import Table, to_text
 from tools import reproduce
 from tools.reproduce_baselines import CHOOSE
 from tools.reproduce_cells import PACKAGES, PAPER_TUNE, unknown_word
+from tools.reproduce_options import add_output, add_share
 from tools.reproduce_rows import Adaptation, Effort
 from tools.reproduce_world import DEVICE, SiteFolders, World, by_class, draw_key, draw_shots, made
 
@@ -116,7 +117,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--test-images", type=int, metavar="N", help="sample of the test images (default: all)")
     parser.add_argument("--engine", choices=["torch", "onnxruntime"], default="torch")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, check the files, compute nothing")
-    reproduce.add_sharing(parser)
+    add_share(parser)
+    add_output(parser)
     options = parser.parse_args(argv)
     options.study, options.quick, options.paper, options.shared = "sa", False, True, None
     known = options.cases

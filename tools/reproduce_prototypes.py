@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -19,17 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from contract import manifest as manifests
-from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError, suggest
+from contract.errors import UsageError
 from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from server_runtime.schedule import SCHEDULES
-from tools.kept_rows import finished
-from tools.reproduce import add_sharing
+from tools.kept_rows import finished, keep
 from tools.reproduce_energy import open_meter
-from tools.reproduce_options import numbers, texts
+from tools.reproduce_options import (
+    add_place,
+    add_share,
+    check_counts,
+    check_known,
+    check_rate,
+    numbers,
+    read_only,
+    refuse_with_quick,
+    take_defaults,
+    texts,
+    world_of,
+)
 from tools.reproduce_prototypes_rows import (
     CASES,
     METHODS,
@@ -101,64 +110,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--train-images", type=int, metavar="N", help="a device's (default: 120 with --quick, else 480)"
     )
     parser.add_argument("--test-images", type=int, metavar="N", help="default: 120 with --quick, else 1000")
-    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds the archives (default: ../shared)")
-    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
     parser.add_argument(
         "--pool", type=int, metavar="N", help="images of a domain that a world is made of (default: all)"
     )
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    action = add_place(parser, "the archives")
     action.add_argument(
         "--leaks", action="store_true", help="what a curious server learns, on the first domain and seed"
     )
-    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
-    add_sharing(parser)
+    add_share(parser)
     options = parser.parse_args(argv)
-    for name, value in DEFAULTS[world_of(options)].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    take_defaults(options, DEFAULTS)
     if options.only is not None:
-        options.methods, options.domains, options.seeds = read_only(options.only)
+        method, domain, seed = read_only(options.only, "METHOD/DOMAIN/SEED", "ours/sketch/0")
+        options.methods, options.domains, options.seeds = [method], [domain], [int(seed)]
     check(options)
     return options
 
 
-def world_of(options: argparse.Namespace) -> str:
-    return "quick" if options.quick else "full"
-
-
-def read_only(text: str) -> tuple[list[str], list[str], list[int]]:
-    """Raises: UsageError."""
-    parts = text.split("/")
-    if len(parts) != 3 or not parts[2].isdecimal():
-        raise UsageError(f"--only should be METHOD/DOMAIN/SEED, found {text!r}", "as in --only ours/sketch/0")
-    return [parts[0]], [parts[1]], [int(parts[2])]
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises: UsageError that names the option."""
-    domains = QUICK_DOMAINS if options.quick else DOMAINS
-    for what, given, known in (
-        ("method", options.methods, METHODS), ("domain", options.domains, domains), ("study", options.studies, STUDIES),
-    ):  # fmt: skip
-        for name in given:
-            if name not in known:
-                hint = suggest(name, list(known))
-                raise UsageError(f"there is no {what} {name!r} here{hint}", f"known: {', '.join(known)}")
-    if options.quick and (options.shared is not None or options.pool is not None):
-        raise UsageError("--shared and --pool belong to the full reproduction", "leave out --quick, or these")
-    names = ("rounds", "batch", "threads", "train_images", "test_images")
-    for flag, value, least in [(name, getattr(options, name), 1) for name in names] + [
-        ("seeds", seed, 0) for seed in options.seeds
-    ]:
-        if not least <= value <= INT_MAX:
-            raise UsageError(
-                f"--{flag.replace('_', '-')} should be {least} or more, found {value}", f"correct --{flag}"
-            )
-    if not (math.isfinite(options.learning_rate) and options.learning_rate > 0):
-        raise UsageError(f"--learning-rate should be more than 0, found {options.learning_rate}", "correct it")
+    check_known("method", options.methods, tuple(METHODS))
+    check_known("domain", options.domains, QUICK_DOMAINS if options.quick else DOMAINS)
+    check_known("study", options.studies, STUDIES)
+    refuse_with_quick(options, "--shared", "--pool")
+    lowest = {"rounds": 1, "batch": 1, "threads": 1, "train-images": 1, "test-images": 1, "seeds": 0}
+    check_counts(options, lowest)
+    check_rate(options)
 
 
 def prepare(options: argparse.Namespace, default: Path) -> DomainWorld:
@@ -208,9 +185,7 @@ def run_rows(
         in_time = options.stop_after_s is None or time.monotonic() - started_s < options.stop_after_s
         if row is None and cell in mine and in_time and not options.table:
             say(f"== row {number} of {len(cells)}: {cell.name}")
-            row = {**head, **laboratory.row(cell).document(), "command": command(options, cell)}
-            write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
-            row = json.loads(path.read_text())  # a row that was kept looks the same as one that was not
+            row = keep(path, {**head, **laboratory.row(cell).document(), "command": command(options, cell)})
             say(line_of(row))
         rows += [] if row is None else [row]
     return rows

@@ -382,33 +382,23 @@ class MemoryStore(PartStore):
         return None  # the keeper lives as long as the run
 
 
-class RememberedNoise:
-    """A device's noise in less time, as a draw takes longer than a step on a GPU: keyed noise is drawn once for each
-    image, to the same bits; fresh noise has the same law and comes from a quicker generator."""
+class QuickNoise:
+    """A device's noise in less time, as a keyed draw takes longer than a step on a GPU: the same law from a quicker
+    generator, for both kinds of draw, since no image is sent twice in an epoch here."""
 
     def __init__(self, noise: CutNoise) -> None:
-        self._noise, self.floor = noise, noise.floor
+        self.floor = noise.floor
         self._rng = np.random.Generator(np.random.SFC64(list(noise.secret)))
-        self._of: tuple[int, float] | None = None  # cut and sigma
-        self._drawn: dict[bytes, NDArray[np.float32]] = {}
 
     def add(
-        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, occasion: str, message: str
     ) -> NDArray[np.float32]:
         """As `CutNoise.add`."""
         if sigma == 0.0:
-            return self._noise.add(z, sample_ids, cut, sigma, draw)
-        if self._noise.fresh:
-            size = self._rng.standard_exponential(z.shape, np.float32)
-            signs = self._rng.integers(0, 2, z.shape, np.int8) * np.int8(2) - np.int8(1)
-            return z + size * signs * np.float32(laplace_scale(sigma))
-        if self._of != (cut, sigma):
-            self._of, self._drawn = (cut, sigma), {}
-        nothing = np.zeros((1, *z.shape[1:]), np.float32)
-        for sample_id in sample_ids:
-            if sample_id not in self._drawn:
-                self._drawn[sample_id] = self._noise.add(nothing, [sample_id], cut, sigma, draw)[0]
-        return z + np.stack([self._drawn[sample_id] for sample_id in sample_ids])
+            return z
+        size = self._rng.standard_exponential(z.shape, np.float32)
+        signs = self._rng.integers(0, 2, z.shape, np.int8) * np.int8(2) - np.int8(1)
+        return z + size * signs * np.float32(laplace_scale(sigma))
 
 
 def make_part_device(
@@ -442,7 +432,7 @@ def make_part_device(
         shipped, fresh = read_shipped(installed.folder), config.noise == "fresh"
         keeper: PartKeeper = RoundKeeper(rules, images, opened, shipped, kept, lambda images: None, fresh)
     else:
-        noise = RememberedNoise(CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor))
+        noise = QuickNoise(CutNoise(secret, installed.digest, config.noise == "fresh", config.wishes.sigma_floor))
         choice = OwnChoice(costs, config.wishes, say)
         keeper = PartKeeper(rules, images, opened, head, kept, lambda images: None, noise=noise, choose=choice.answer)
     return PartDevice(

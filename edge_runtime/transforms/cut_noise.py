@@ -18,7 +18,8 @@ from edge_runtime.choose_split import SigmaFloor
 
 @dataclass(frozen=True)
 class CutNoise:
-    """`fresh` draws anew whenever something is sent, as published; else each image has the same noise for ever.
+    """`fresh` draws anew whenever something is sent, as published; else an image has one draw for each epoch, the same
+    whenever that epoch is sent again.
 
     `floor` is what is added to images that are predicted, for which no server says how much.
     """
@@ -29,15 +30,15 @@ class CutNoise:
     floor: SigmaFloor = field(default_factory=SigmaFloor)
 
     def add(
-        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, occasion: str, message: str
     ) -> NDArray[np.float32]:
-        """z (B, ...) with noise of standard deviation sigma; `draw` names what is sent, for fresh noise."""
+        """z (B, ...) with noise of standard deviation sigma. `occasion` names the draw; with fresh noise `message`
+        does, which is never the same twice."""
         if sigma == 0.0:
             return z
         noisy = np.empty(z.shape, np.float32)
         for row, (values, sample_id) in enumerate(zip(z, sample_ids, strict=True)):
-            noise = image_noise(
-                self.secret, sample_id, self.package_digest, cut, sigma, values.shape, draw if self.fresh else None
-            )
+            draw = message if self.fresh else occasion
+            noise = image_noise(self.secret, sample_id, self.package_digest, cut, sigma, values.shape, draw)
             np.add(values, noise, out=noisy[row])
         return noisy

@@ -44,16 +44,16 @@ def test_a_split_that_was_not_measured_shows_what_the_nearest_shallower_one_does
 
 def test_invariant_7_noise_has_its_standard_deviation_and_the_tails_of_laplace() -> None:
     """sigma is a standard deviation: b = sigma / sqrt 2, kurtosis 6 (algorithms.md 3.4)."""
-    noise = image_noise(bytes(32), b"image", b"package", 2, 1.65, (64, 64, 64)).astype(np.float64)
+    noise = image_noise(bytes(32), b"image", b"package", 2, 1.65, (64, 64, 64), "epoch 1").astype(np.float64)
     assert laplace_scale(2.0) == pytest.approx(2.0**0.5)
     assert noise.std() == pytest.approx(1.65, rel=0.02)
     assert abs(noise.mean()) < 0.02
     assert ((noise / noise.std()) ** 4).mean() == pytest.approx(6.0, rel=0.05)
 
 
-def test_noise_is_the_same_for_ever_for_one_image_split_and_sigma_and_anew_where_it_is_fresh() -> None:
+def test_noise_is_one_draw_for_an_image_a_split_a_sigma_and_the_name_of_a_draw() -> None:
     def draw(**changes: object) -> bytes:
-        fields = {"sample_id": b"image", "cut": 2, "sigma": 1.0, "draw": None} | changes
+        fields = {"sample_id": b"image", "cut": 2, "sigma": 1.0, "draw": "epoch 1"} | changes
         return image_noise(bytes(32), package_digest=b"p", shape=(4, 4), **fields).tobytes()  # type: ignore[arg-type]
 
     assert draw() == draw()

@@ -67,6 +67,7 @@ REPORT = Report(
     kappa=1.0,
     alpha=0.1,
     noise="keyed",
+    sigma=0.0,
     package="tiny",
     package_version=1,
     package_digest="ab" * 32,

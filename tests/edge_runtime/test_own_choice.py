@@ -19,6 +19,7 @@ from edge_runtime.profiling.output import keep
 from edge_runtime.profiling.rows import Energy, Estimate, PowerFacts, Row
 from edge_runtime.profiling.table import MeterFacts, Table
 
+HOT = frozenset({"throttled"})
 COSTS = (SplitCost(1, 1.0, 5.0, 1.0), SplitCost(2, 2.0, 6.0, 1.5), SplitCost(3, 4.0, 7.0, 2.0))
 
 
@@ -82,7 +83,7 @@ def test_a_server_cannot_play_down_what_the_package_says_leaks() -> None:
 
 def test_a_turn_that_took_more_than_the_table_says_changes_the_choice() -> None:
     said: list[str] = []
-    spent = [Spent(0.0, 0), Spent(0.0, 0), Spent(105.0, 100), Spent(305.0, 200)]
+    spent = [Spent(0.0), Spent(0.0), Spent(105.0, 0.0, 100), Spent(305.0, 0.0, 200)]
     own = chooser(Preferences(0.0), said, spent=lambda: spent.pop(0))
     assert own.answer(question(1)).split == 1
     assert own.answer(question(2)).split == 1  # 1.05 J where the table says 1
@@ -90,8 +91,16 @@ def test_a_turn_that_took_more_than_the_table_says_changes_the_choice() -> None:
     assert "was not as the energy table says" in said[-1]
 
 
+def test_a_meter_that_cannot_tell_the_difference_corrects_nothing() -> None:
+    said: list[str] = []
+    spent = [Spent(0.0), Spent(0.0), Spent(200.0, 150.0, 100)]
+    own = chooser(Preferences(0.0), said, spent=lambda: spent.pop(0))
+    own.answer(question(1)), own.answer(question(2))
+    assert len(said) == 1  # the choice itself
+
+
 def test_a_device_that_slowed_down_goes_to_a_split_with_a_lower_peak() -> None:
-    spent = [Spent(), Spent(), Spent(None, 100, frozenset({"throttled"})), Spent(None, 200, frozenset({"throttled"}))]
+    spent = [Spent(), Spent(), Spent(None, 0.0, 100, HOT), Spent(None, 0.0, 200, HOT)]
     own = chooser(Preferences(1.0), spent=lambda: spent.pop(0))
     assert own.answer(question(1)).split == 3
     assert own.answer(question(2)).split == 2

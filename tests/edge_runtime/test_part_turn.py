@@ -117,16 +117,17 @@ def test_what_leaves_has_the_noise_and_what_is_trained_has_not(tmp_path: Path) -
     assert noisy.upload(2).tensors["w"].tolist() == quiet.upload(2).tensors["w"].tolist()
 
 
-def test_an_image_has_the_same_noise_in_every_epoch_and_another_at_another_sigma() -> None:
-    noise = CutNoise(bytes(32), bytes(32))
-    z = np.zeros((2, 3, 1), np.float32)
-    ids = [b"one", b"two"]
-    first = noise.add(z, ids, 2, 0.5, "ask-1")
-    assert np.array_equal(first, noise.add(z, ids, 2, 0.5, "ask-2"))
+def test_an_image_has_a_draw_for_each_epoch_and_another_at_another_sigma() -> None:
+    """Noise that stayed the same would cancel between two epochs; an epoch that is sent again must not be averaged."""
+    noise, z, ids = CutNoise(bytes(32), bytes(32)), np.zeros((2, 3, 1), np.float32), [b"one", b"two"]
+    first = noise.add(z, ids, 2, 0.5, "epoch 1", "ask-1")
+    assert np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 1", "ask-2"))
+    assert not np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 2", "ask-1"))
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first / 0.5, noise.add(z, ids, 2, 1.0, "ask-1"))
+    assert not np.array_equal(first / 0.5, noise.add(z, ids, 2, 1.0, "epoch 1", "ask-1"))
     fresh = CutNoise(bytes(32), bytes(32), fresh=True)
-    assert not np.array_equal(fresh.add(z, ids, 2, 0.5, "ask-1"), fresh.add(z, ids, 2, 0.5, "ask-2"))
+    one, other = (fresh.add(z, ids, 2, 0.5, "epoch 1", ask) for ask in ("ask-1", "ask-2"))
+    assert not np.array_equal(one, other)
 
 
 def test_a_part_goes_on_from_turn_to_turn_with_its_momentum(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def test_invariant_2_aggregation_leaves_devices_parts_alone(model: Model) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "split"), [("vit", 1), ("vit", 2), ("resnet", 2), pytest.param("resnet", 4, marks=pytest.mark.slow)]
+    ("family", "split"),
+    [("vit", 1), ("vit", 2), *(pytest.param("resnet", split, marks=pytest.mark.slow) for split in (2, 4))],
 )
 def test_invariant_6_without_noise_split_training_is_the_whole_models(family: str, split: int, model: Model) -> None:
     of = model() if family == "vit" else model(model=RESNET, cuts=(2, 4))

@@ -288,7 +288,7 @@ class Device:
         n = self._numbers
         chosen = self.batch(n["seed"], n["epoch"], n["place"], n["size"])
         noisy = np.stack([
-            values + image_noise(bytes(32), self.ids[place], b"", 0, n["sigma"], values.shape)
+            values + image_noise(bytes(32), self.ids[place], b"", 0, n["sigma"], values.shape, "epoch")
             for place, values in zip(chosen, reply.values, strict=True)
         ]) if n["sigma"] else reply.values  # fmt: skip
         return replace(reply, values=noisy)

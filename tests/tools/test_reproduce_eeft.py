@@ -16,6 +16,7 @@ pytest.importorskip("timm")
 from contract.errors import UsageError
 from server_runtime.report import to_html
 from tools import reproduce_eeft as command
+from tools.kept_rows import claim
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, EeftCell
 from tools.reproduce_eeft_table import agreement, compare, results_of, summarise
 from tools.reproduce_eeft_world import Group, deal, parts_of
@@ -94,8 +95,9 @@ def test_a_row_is_chosen_by_its_name_and_unknown_ones_are_named() -> None:
     ):  # fmt: skip
         with pytest.raises(UsageError, match=said):
             command.parse(words)
-    with pytest.raises(UsageError, match="SCENARIO/METHOD/SEED"):
-        command.cells_of(command.parse(["--only", "task/none/0"]))
+    for only, said in (("task/none/0", "no method 'none'"), ("task/eeft", "SCENARIO/METHOD/SEED")):
+        with pytest.raises(UsageError, match=said):
+            command.parse(["--only", only])
 
 
 def test_every_method_is_compared_or_an_ablation() -> None:
@@ -103,9 +105,9 @@ def test_every_method_is_compared_or_an_ablation() -> None:
 
 
 def test_a_row_that_another_command_is_at_is_left_to_it(tmp_path: Path) -> None:
-    with command.claim(tmp_path / "row.json") as first, command.claim(tmp_path / "row.json") as second:
+    with claim(tmp_path / "row.json") as first, claim(tmp_path / "row.json") as second:
         assert first and not second
-    with command.claim(tmp_path / "row.json") as again:
+    with claim(tmp_path / "row.json") as again:
         assert again
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from contract.errors import UsageError
 from contract.privacy_table import from_leakage
-from edge_runtime.choose_split import SigmaFloor
 from edge_runtime.transforms.cut_noise import CutNoise
 from server_runtime.report import to_html, to_text
 from tests.leakage_table import sigma_table
@@ -35,7 +34,7 @@ from tools.reproduce_p3sl_rows import (
 )
 from tools.reproduce_p3sl_table import compare, results_of, summarise
 from tools.reproduce_p3sl_world import leakage_table, quick_p3sl_world
-from tools.torch_worker import RememberedNoise
+from tools.torch_worker import QuickNoise
 
 SPLITS = range(1, 11)
 BATCH = 64
@@ -114,20 +113,10 @@ def test_what_is_not_monotone_is_told() -> None:
     assert simulate.is_monotone({"joules": [1.0, None, 2.0], "fsim": [0.4, None, 0.3]})
 
 
-def test_remembered_noise_is_the_device_s_own() -> None:
-    law = CutNoise(b"s" * 32, b"d" * 32, False, SigmaFloor())
-    remembered, z = RememberedNoise(law), np.ones((2, 3, 4, 4), np.float32)
-    ids = [b"a" * 16, b"b" * 16]
-    for sigma, cut, draw in ((1.0, 2, "x"), (1.0, 2, "y"), (0.5, 2, "z"), (0.5, 3, "z"), (0.0, 3, "z")):
-        np.testing.assert_array_equal(remembered.add(z, ids, cut, sigma, draw), law.add(z, ids, cut, sigma, draw))
-
-
-def test_quick_fresh_noise_has_the_law_and_never_repeats() -> None:
-    noise, z = (
-        RememberedNoise(CutNoise(b"s" * 32, b"d" * 32, True, SigmaFloor())),
-        np.zeros((1, 64, 32, 32), np.float32),
-    )
-    first, second = (noise.add(z, [b"a" * 16], 1, 2.0, "x").astype(np.float64) for _ in range(2))
+def test_quick_noise_has_the_law_and_never_repeats() -> None:
+    noise = QuickNoise(CutNoise(b"s" * 32, b"d" * 32))
+    z = np.zeros((1, 64, 32, 32), np.float32)
+    first, second = (noise.add(z, [b"a" * 16], 1, 2.0, "x", "y").astype(np.float64) for _ in range(2))
     assert first.std() == pytest.approx(2.0, rel=0.02) and abs(first.mean()) < 0.05
     assert (first**4).mean() / first.var() ** 2 == pytest.approx(6.0, rel=0.1)  # Laplace's kurtosis
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
