@@ -69,6 +69,7 @@ def test_the_table_is_in_the_package_and_device_server_and_attackers_take_it(
     assert {each.name for each in after.files} == {each.name for each in before.files} | {LEAKAGE_NAME}
     assert replace(after, version=1, created=before.created, files=before.files) == before
     assert (front / LEAKAGE_NAME).read_bytes() == table.read_bytes()
+    assert (backend_path(front) / LEAKAGE_NAME).read_bytes() == table.read_bytes()  # a server assigns noise by it
     second = on_device(front, tmp_path / "packages", exported.key)  # no rollback: the version went up
     assert second.digest == digest(data) != first.digest
     assert of_package((second.folder / LEAKAGE_NAME).read_bytes(), second.manifest).package == before.name
