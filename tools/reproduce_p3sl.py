@@ -78,7 +78,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     rates = P3slRates(
         options.epochs, options.batch, options.learning_rate, options.aggregate_every, options.fsim_threshold,
-        options.draw,
     )  # fmt: skip
     laboratory = P3slLaboratory(world, fleets, options.engine, rates, options.threads)
     tables: dict[str, Table] = {}
@@ -112,9 +111,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=0.0,
         metavar="T",
         help="T_FSIM where the leakage table has none (default: what its splits show least of without noise)",
-    )
-    parser.add_argument(
-        "--draw", choices=["keyed", "fresh"], default="fresh", help="noise (default: fresh, as published)"
     )
     parser.add_argument("--fleet", type=Path, default=PAPER, metavar="FILE", help="devices (default: the paper's)")
     parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
@@ -179,13 +175,13 @@ def row_of(
 ) -> Row | None:  # fmt: skip
     """A cell's row: from `folder` where it is finished, else computed and kept; None where it may not be (without a
     laboratory), or another command is at it."""
-    name = f"{cell.model}-{cell.method}-{cell.noise}-{options.draw}-{cell.environment}-seed{cell.seed}"
+    name = f"{cell.model}-{cell.method}-{cell.noise}-{cell.environment}-seed{cell.seed}"
     path = folder / f"p3sl-{world.split.name}-{options.engine}-{name}.json"
     if laboratory is None and not path.exists():
         return None
     front = world.package(cell.model)
     digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
-    settings = ("epochs", "batch", "learning_rate", "aggregate_every", "fsim_threshold", "draw")
+    settings = ("epochs", "batch", "learning_rate", "aggregate_every", "fsim_threshold")
     head: Row = {
         "row_schema": ROW_SCHEMA, "study": "p3sl", "world": world.split.name, "engine": options.engine,
         "package_digest": digest, "test_images": len(world.split.names("test")), **asdict(cell),
@@ -231,7 +227,7 @@ def document_of(options: argparse.Namespace, world: P3slWorld, rows: Sequence[Ro
     cells = summarise(rows)
     return {
         "study": "p3sl", "world": world.split.name, "data": world.split.note, "engine": options.engine,
-        "epochs": options.epochs, "batch": options.batch, "noise": options.draw,
+        "epochs": options.epochs, "batch": options.batch,
         "aggregate_every": options.aggregate_every,
         "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}", "label_mode": LABEL_MODE,
         "rows_missing": asked - len(rows), "cells": cells, "pairs": compare(cells), "rows": list(rows),

@@ -51,15 +51,13 @@ class P3slCell:
 @dataclass(frozen=True)
 class P3slRates:
     """What is the same for all cells: `aggregate_every` is R; `threshold` is T_FSIM where the leakage table has none, 0
-    what the splits show least of without any noise; `draw` is "keyed" (an image has the same noise for ever) or
-    "fresh"."""
+    what the splits show least of without any noise."""
 
     epochs: int
     batch: int
     learning_rate: float
     aggregate_every: int
     threshold: float
-    draw: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class P3slLaboratory:
         found = self._devices(fleet, privacy, noise, ledger, told, splits, self._judge(cell, strategy, devices, ledger))
         totals = {key: sum(each.joules[key] for each in found.values()) for key in next(iter(found.values())).joules}
         return {
-            "setting": f"{setting_of(cell)}, {self._rates.draw}", "accuracy": curve[-1].test_accuracy,
+            "setting": setting_of(cell), "accuracy": curve[-1].test_accuracy,
             "own_accuracy": sum(each.own_accuracy for each in found.values()) / len(found),
             "bytes": sum(each.bytes_up + each.bytes_down for each in curve),
             "seconds": round(time.monotonic() - started_s, 2), "energy_j": totals["whole"], "energy_quality": QUALITY,
@@ -183,7 +181,6 @@ class P3slLaboratory:
         return Owner(
             {
                 "privacy_weight": device.alpha, "power_cap_w": device.cap_w, "sigma_floor": floor,
-                "noise": self._rates.draw,
             },
             costs_of(fleet, name, works, self._rates.batch),
         )  # fmt: skip

@@ -78,17 +78,7 @@ def compare(cells: Sequence[Row]) -> list[Row]:
 def results_of(document: Row) -> Results:
     """The page of a reproduction."""
     cells, pairs = document["cells"], document["pairs"]
-    facts = (
-        "data",
-        "epochs",
-        "noise",
-        "batch",
-        "learning_rate",
-        "aggregate_every",
-        "engine",
-        "label_mode",
-        "rows_missing",
-    )
+    facts = ("data", "epochs", "batch", "learning_rate", "aggregate_every", "engine", "label_mode", "rows_missing")
     return Results(
         title="P3SL and what it is compared to",
         facts=tuple((name.replace("_", " "), document[name]) for name in facts),

@@ -48,7 +48,7 @@ def main() -> int:
     if options.prepare:
         world.package(options.model)
         return 0
-    rates = P3slRates(options.epochs, options.batch, options.learning_rate, options.aggregate_every, 0.0, options.draw)
+    rates = P3slRates(options.epochs, options.batch, options.learning_rate, options.aggregate_every, 0.0)
     laboratory = P3slLaboratory(world, fleets, options.engine, rates, options.threads)
     leakage = table_of(world, options.model, options.threads, {})
     works = laboratory.works(options.model)
@@ -78,7 +78,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--aggregate-every", type=int, default=5, help="epochs, R (default: %(default)s)")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 8, with --full 64)")
     parser.add_argument("--learning-rate", type=float, help="highest of the cosine (default: 0.15, with --full 0.01)")
-    parser.add_argument("--draw", choices=["keyed", "fresh"], default="keyed", help="noise (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     add_place(parser, f"{ARCHIVE}, with --full")
     options = parser.parse_args(argv)

@@ -33,7 +33,6 @@ class Device:
         self.packages.mkdir()
         self.data = write_images(root / "images", {"a": 4, "b": 4})
         (self.data / "a" / "broken.png").write_bytes(b"no picture")
-        self.joules = iter(range(1000))
         self.first = write_package(root / "v1")
         install(self.first.folder, self.packages, TRUSTED, open_fake, print)
 

@@ -10,7 +10,6 @@ import pytest
 from contract import signature
 from contract.console import run_command
 from contract.errors import ConfigError
-from server_runtime.commands import forget as command
 from server_runtime.erasure import Subject, forget
 from server_runtime.runs import lock_run
 from server_runtime.store import Store
@@ -100,4 +99,3 @@ def test_the_receipt_is_signed_and_never_replaced(
     told = json.loads(data)
     assert (told["kind"], told["subject"]["device"], told["runs"][0]["rows"]) == ("erasure", "pi", 4)
     assert run_command(lambda: _main(words)) == 2
-    assert command.__doc__

@@ -153,7 +153,6 @@ def test_p3sl_is_compared_with_each_baseline_on_points_and_joules() -> None:
         (
             "data",
             "epochs",
-            "noise",
             "batch",
             "learning_rate",
             "aggregate_every",
@@ -178,7 +177,7 @@ def test_guesses_that_see_nothing_are_summed_over_the_devices() -> None:
 def test_a_row_is_the_product_s_own_session_under_the_model_s_clock(tmp_path: Path) -> None:
     fleet = load_fleet(PAPER, "A", 3)
     world = quick_p3sl_world(tmp_path / "world", tuple(device.name for device in fleet.devices))
-    rates = P3slRates(4, 16, 0.02, 2, 0.0, "fresh")
+    rates = P3slRates(4, 16, 0.02, 2, 0.0)
     table = sigma_table(range(1, 5))
     rows = {
         method: P3slLaboratory(world, {"A": fleet}, "onnxruntime", rates, 1).row(
@@ -205,7 +204,7 @@ def test_rows_are_kept_and_shown(tmp_path: Path) -> None:
     world = quick_p3sl_world(tmp_path / "world", tuple(device.name for device in fleet.devices))
     table = leakage_table(world, "resnet18", 1)
     assert table is not None and table.unit == "sigma"
-    laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0, "keyed"), 1)
+    laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0), 1)
     (cell,) = cells_of(options)
     row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, 1)
     assert row is not None
