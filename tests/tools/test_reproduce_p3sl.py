@@ -175,9 +175,9 @@ def test_guesses_that_see_nothing_are_summed_over_the_devices() -> None:
 
 @pytest.mark.slow
 def test_a_row_is_the_product_s_own_session_under_the_model_s_clock(tmp_path: Path) -> None:
-    fleet = load_fleet(PAPER, "A", 3)
+    fleet = load_fleet(PAPER, "A")
     world = quick_p3sl_world(tmp_path / "world", tuple(device.name for device in fleet.devices))
-    rates = P3slRates(4, 16, 0.02, 2, 0.0)
+    rates = P3slRates(4, 8, 0.02, 2, 0.0)
     table = sigma_table(range(1, 5))
     rows = {
         method: P3slLaboratory(world, {"A": fleet}, "onnxruntime", rates, 1).row(
