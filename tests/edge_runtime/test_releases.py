@@ -104,7 +104,7 @@ def test_a_part_that_trains_records_an_image_once_and_is_capped_before_it_answer
     cut = replace(plan().cuts[0], kept=4, patches=16)
     first, more = np.array([[0, 1, 2, 3], [4, 5, 6, 7]]), np.array([[8, 9, 10, 11]])
     for _ in range(3):  # three epochs
-        parts.release([ONE, TWO], cut, first)
+        parts.release([ONE, TWO], cut, first, 0.0)
     assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2
     found = account(ledger, None, 1, 0.5)
     assert [(each.draws, each.unprotected, each.least_kappa, each.patch_share) for each in found.images] == [
@@ -113,8 +113,8 @@ def test_a_part_that_trains_records_an_image_once_and_is_capped_before_it_answer
     assert "2 images went without noise" in summary(found) and ledger.releases(ONE) == 0
     ledger.check([ONE], draw(patches=to_text((4, 4), first[0])), 1, 0.5)
     with pytest.raises(DataError, match="100% of an image's patches"):
-        parts.release([ONE], cut, None)
-    parts.release([bytes([7]) * 16], cut, more)
+        parts.release([ONE], cut, None, 0.0)
+    parts.release([bytes([7]) * 16], cut, more, 0.0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from contract.codec import LIMITS, Assembler, Limits, decode, encode, split
 from contract.errors import RemoteProtocolError
-from contract.messages import Chunk
+from contract.messages import Chunk, Update
 from tests.contract.attacks.frames import body_of, frame_of, opened
 from tests.golden.samples import MESSAGES
 
@@ -216,7 +216,7 @@ def test_tensor_in_a_message_that_has_none() -> None:
     "name",
     [
         *("scores", "gradient", "ask_score_batch", "ask_head_step", "ask_load_part", "ask_batch_loss"),
-        *("ask_local_round", "ask_forward", "activations", "update"),
+        *("ask_local_round", "ask_forward", "activations"),
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -224,6 +224,14 @@ def test_values_that_are_not_finite(name: str, value: float) -> None:
     header, entries, data = opened(MESSAGES[name], seq=1)
     poisoned = struct.pack("<f", value) + data[4:]  # floats come first: they are the widest
     refused(frame_of(header, body_of(entries, poisoned)), "expected finite values, found NaN or infinity")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_update_that_is_not_finite_passes_for_the_server_s_gates_to_name_its_device(value: float) -> None:
+    header, entries, data = opened(MESSAGES["update"], seq=1)
+    poisoned = struct.pack("<f", value) + data[4:]
+    message = decode(frame_of(header, body_of(entries, poisoned))).message
+    assert isinstance(message, Update)
 
 
 @pytest.mark.parametrize("name", ["activations_bare", "ask_settle"])
