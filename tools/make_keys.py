@@ -66,6 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def make_publisher(root: Path) -> None:
     if not (root / "publisher.key").exists():
+        root.mkdir(parents=True, exist_ok=True)
         key = signature.generate()
         signature.save_private(root / "publisher.key", key)
         signature.save_public(root / "publisher.pub", key.public_key())

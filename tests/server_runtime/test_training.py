@@ -56,7 +56,7 @@ class Server:
 
     def __init__(self, root: Path, backend: Path, plan: Plan, devices: Mapping[str, Device]) -> None:
         self.store, directory = Store(root), RunDirectory(root)
-        sites = _site_runs({"clinic": list(DEVICES)}, plan, backend, self.store, directory)
+        sites = _site_runs({"clinic": list(DEVICES)}, plan, backend, None, self.store, directory)
         self.site = sites[0]
         self.devices = devices
         self.frames: list[PipeFrame] = []
