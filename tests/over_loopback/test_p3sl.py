@@ -88,7 +88,7 @@ def test_a_device_that_is_killed_in_its_turn_and_one_that_changes_its_split_do_n
     deployment = Deployment(package, tmp_path, front="parts")
     fix_secrets(tmp_path)
     log = tmp_path / "server.log"
-    words = (*OPTIONS, "--epochs", 30, "--aggregate-every", 30, "--sleep-least-s", 0)
+    words = (*OPTIONS, "--batch", 1, "--epochs", 30, "--aggregate-every", 30, "--sleep-least-s", 0)  # long turns
     with deployment.server(*words, "--exit-when-done", strategy="p3sl") as server:
         first = deployment.start_device(FIRST, *MODE, "--split", 1)
         second = deployment.start_device(SECOND, *MODE, "--split", 2)
@@ -139,13 +139,13 @@ def test_seven_devices_of_the_papers_fleet_train_one_after_another(package: Path
         shutil.copy(package / "keys" / "devices" / FIRST / "publisher.pub", keys / "devices" / name / "publisher.pub")
         (world / name).symlink_to(package / DEVICES[place % 2])
     deployment = Deployment(world, tmp_path, front="parts")
-    words = ("--public", package / FIRST / "test", "--aggregate-every", 2, "--sleep-least-s", 0.2, "--epochs", 4)
+    words = ("--public", package / FIRST / "test", "--aggregate-every", 4, "--sleep-least-s", 0.2, "--epochs", 8)
     with deployment.server(*OPTIONS, *words, "--exit-when-done", strategy="p3sl") as server:
         started = {name: deployment.start_device(name, *MODE, "--split", split) for name, split in SEVEN.items()}
         reports = {name: deployment.report_of(name, process) for name, process in started.items()}
         assert server.wait(timeout=120) == 0, (tmp_path / "server.log").read_text()
     lines = records(deployment)
-    assert [line["epoch"] for line in lines] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in lines] == [*range(1, 9)]
     assert all(line[f"split/{name}"] == split for line in lines for name, split in SEVEN.items())
     assert lines[-1]["aggregated"] == 7 and lines[-1]["loss"] < lines[0]["loss"]
     assert all(report["stages_s"]["sleep"] > 0 for report in reports.values())
