@@ -62,6 +62,7 @@ def forget(root: Path, subject: Subject, with_models: bool) -> Erased:
             doomed.append(root / "tensors" / subject.site)
         if pairs or subject.site is not None:
             doomed += _states(root, sites)
+        if rows or any(path.exists() for path in doomed):  # a name that nothing is of takes nothing with it
             doomed += [root / STATUS_FILE, *root.glob("state.sqlite.damaged-*"), *root.glob("state.sqlite-*.damaged-*")]
         models = [root / "models" / site for site in sites]
         doomed += models if with_models else []

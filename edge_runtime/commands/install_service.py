@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from pathlib import Path
 
 from contract.config import find_file
 from contract.console import ArgumentParser, say
-from contract.errors import ConfigError
+from contract.errors import ConfigError, UsageError
 from edge_runtime.commands._settings import settle
 from edge_runtime.config import FILES, SECTION, device_config
 from edge_runtime.unit import NAME, Service, unit_text
 
 UNITS = Path("/etc/systemd/system")
+
+_RULES = (
+    ("--user", r"[A-Za-z_][A-Za-z0-9_-]{0,30}", "the name of a user"),
+    ("--allow-device", r"(/dev/|char-|block-)[A-Za-z0-9_./:*-]+", "a device node such as /dev/vcio, or char-NAME"),
+    ("--memory-max", r"[0-9]+[KMGT%]?", "a number with K, M, G, T or %"),
+)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -33,6 +40,11 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError where settings are missing, or the unit cannot be written."""
+    for flag, pattern, wanted in _RULES:
+        given = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        for value in given if isinstance(given, list) else [given] * (given is not None):
+            if not re.fullmatch(pattern, value):  # a line break here would be a directive of its own
+                raise UsageError(f"{flag} should be {wanted}, found {value!r}", f"correct {flag}")
     service = plan_service(arguments)
     text = unit_text(service)
     if arguments.output == Path("-"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from contract.console import ArgumentParser, say
 from contract.errors import UsageError
 from contract.signature import key_id, load_public
 from edge_runtime.commands._settings import add_settings, settle
+
+IMAGES_MAX = 10_000
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -41,7 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     if (arguments.package is None) != arguments.back:
         raise UsageError("either a package or --back is to be given", "see edge-run update --help")
+    if not 1 <= arguments.images <= IMAGES_MAX:
+        raise UsageError(f"--images should be 1 to {IMAGES_MAX}, found {arguments.images}", "correct --images")
+    for name in ("slower", "hungrier"):
+        if not 0 < getattr(arguments, name) < math.inf:  # NaN would let every package pass
+            raise UsageError(f"--{name} should be more than 0, found {getattr(arguments, name):g}", f"correct --{name}")
     values = settle(arguments, "state") if arguments.back else settle(arguments, "state", "trust", "data")
+    if arguments.back and not values["state"].is_dir():
+        raise UsageError(f"{values['state']} is no state folder of edge-run", "give the one that the device runs with")
+    if values["threads"] is not None and values["threads"] < 0:
+        raise UsageError(f"--threads should be 0 or more, found {values['threads']}", "correct --threads")
     state = open_state(values["state"])
     try:
         if arguments.back:

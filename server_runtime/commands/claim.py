@@ -9,6 +9,7 @@ from contract.console import ArgumentParser, say
 from contract.errors import UsageError
 
 from ..enrolment import issue_claim
+from ..files import DISK_ERRORS, disk_refuses
 from ._settings import add_settings, settle
 
 HOURS = 24.0
@@ -29,7 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.hours <= 24 * 365:
         raise UsageError(f"--hours should be more than 0, at most a year, found {arguments.hours:g}", "correct --hours")
     root = settle(arguments, "roster")["roster"]
-    print(issue_claim(root, arguments.site, arguments.device, time.time() + 3600 * arguments.hours))
+    if not root.is_dir():
+        raise UsageError(f"there is no roster at {root}", "give the roster's folder, or make an empty one there")
+    try:
+        token = issue_claim(root, arguments.site, arguments.device, time.time() + 3600 * arguments.hours)
+    except DISK_ERRORS as error:
+        raise disk_refuses(root, error) from error
+    print(token)
     say(
         f"on {arguments.device}: edge-run enrol --name {arguments.device} --key device.key --server wss://... "
         f"--ca ca.pem --claim FILE, with that line in FILE; good once, within {arguments.hours:g} h"

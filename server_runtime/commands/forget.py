@@ -14,6 +14,7 @@ from contract.errors import UsageError
 from contract.output import check_output_file
 
 from ..files import DISK_ERRORS, disk_refuses, write_atomic
+from ..roster import check_name
 from ._settings import add_settings, settle
 
 
@@ -40,13 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
     check_output_file(arguments.output)
     runs: Path = settle(arguments)["runs"]
     roots = sorted(path for path in runs.glob("*") if (path / "run.toml").exists())
+    if not roots:
+        raise UsageError(f"there is no run in {runs}", "give the folder that server-run keeps its runs in with --runs")
     subject = Subject(arguments.device, arguments.site)
+    check_name(subject.device or subject.site or "", "device" if subject.device else "site")
     erased = []
     for root in roots:
         try:
             erased.append(forget(root, subject, arguments.models))
         except DISK_ERRORS as error:
             raise disk_refuses(root, error) from error
+    if not any(each.files or each.rows or each.kept for each in erased):
+        raise UsageError(
+            f"no run in {runs} holds anything of {subject.device or subject.site!r}: there is nothing to vouch for",
+            "look at the name: server-status and server-run devices list them",
+        )
     receipt = to_json(
         {
             "schema_version": 1,

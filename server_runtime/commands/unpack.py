@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from contract.console import ArgumentParser, say
+from contract.output import open_output
 
 from ._settings import add_settings, settle
 
@@ -20,8 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError."""
     from ..archive import restore
 
-    runs: Path = settle(arguments)["runs"]
-    runs.mkdir(parents=True, exist_ok=True)
+    runs = open_output(settle(arguments)["runs"])
     root = restore(arguments.archive, runs)
     say(f"run {root.name} is back in {root}; devices send again what came after the backup")
     return 0

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from contract.console import say
+from contract.console import run_command, say
 from contract.errors import ConfigError
+from edge_runtime.cli import edge_run_or_command
 from edge_runtime.commands.install_service import plan_service
 from edge_runtime.service import Notifier, Watchdog
 from edge_runtime.standing import Link, Standing
@@ -106,3 +107,14 @@ def test_a_journal_gets_one_object_a_line(monkeypatch: pytest.MonkeyPatch, capsy
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert (first["level"], first["message"], second["level"]) == ("info", "two\nlines", "warning")
     assert first["monotonic_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--user", "x\nExecStartPre=/bin/evil"], ["--user", "a b"], ["--memory-max", "lots"], ["--allow-device", "nope"]],
+)
+def test_nothing_but_what_a_unit_can_hold_is_written_into_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(lambda: edge_run_or_command(["install-service", *words, "-o", "-"])) == 2
+    assert words[0] in capsys.readouterr().err

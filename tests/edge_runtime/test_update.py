@@ -154,6 +154,9 @@ def test_the_command(device: Device, tmp_path: Path, capsys: pytest.CaptureFixtu
     def call(*more: str) -> int:
         return run_command(lambda: cli.edge_run_or_command(["update", *more]))
 
+    for slip in (["--slower", "nan"], ["--slower", "-1"], ["--hungrier", "nan"], ["--images", "0"]):
+        assert call(*words, *slip, str(first)) == 2  # NaN would let every package pass, -1 bans a good one
+    assert call("--back", "--state", str(tmp_path / "nowhere")) == 2 and not (tmp_path / "nowhere").exists()
     assert call(*words, str(first)) == 0
     assert call(*words, str(second)) == 0
     assert "version 2" in capsys.readouterr().err

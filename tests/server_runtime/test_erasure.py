@@ -99,3 +99,15 @@ def test_the_receipt_is_signed_and_never_replaced(
     told = json.loads(data)
     assert (told["kind"], told["subject"]["device"], told["runs"][0]["rows"]) == ("erasure", "pi", 4)
     assert run_command(lambda: _main(words)) == 2
+
+
+@pytest.mark.parametrize("who", [("--device", "pi-22"), ("--site", "clinci"), ("--device", "a/b")])
+def test_a_mistyped_name_deletes_nothing_and_gets_no_receipt(root: Path, tmp_path: Path, who: tuple[str, str]) -> None:
+    (root / "status.json").write_text('{"devices": []}')
+    signature.save_private(tmp_path / "key.pem", signature.generate())
+    before, receipt = names(root), tmp_path / "receipt.json"
+    words = ["forget", *who, "--runs", str(root.parent), "--signing-key", str(tmp_path / "key.pem"), "-o", str(receipt)]
+    from server_runtime.cli import main
+
+    assert main(words) == 2
+    assert names(root) - {"lock"} == before and not receipt.exists()
