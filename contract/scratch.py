@@ -72,3 +72,15 @@ def lock_folder(folder: Path) -> int:
 def _literal(text: str) -> str:
     """As a pattern that stands for itself."""
     return "".join(f"[{each}]" if each in "*?[" else each for each in text)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on this file. Raises: OSError where it cannot be opened."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

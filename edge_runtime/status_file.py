@@ -6,14 +6,13 @@ How it is said is `standing`'s part.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
+from contract.scratch import is_locked
 from edge_runtime.spool import HEAD, SpoolLimits, parse_head, scan_records
 from edge_runtime.witness import STATUS_FILE
 
@@ -41,7 +40,7 @@ def read_status(root: Path) -> dict[str, Any]:
     same_boot = told is not None and told["boot"] == boot_id() != ""
     now_s = time.monotonic()
     return {
-        "state": "running" if _is_locked(root / "lock") else "stopped",
+        "state": "running" if is_locked(root / "lock") else "stopped",
         "run": told,
         "age_s": now_s - told["taken_s"] if told is not None and same_boot else None,
         "link_s": now_s - told["link"]["since_s"] if told is not None and same_boot else None,
@@ -72,14 +71,3 @@ def peek(folder: Path) -> dict[str, int] | None:
         frames += sum(record.kind != HEAD for record in records)
         size_bytes += sum(record.size for record in records if record.kind != HEAD)
     return {"frames": frames, "bytes": size_bytes} if segments else None
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -12,6 +12,7 @@ from pathlib import Path
 
 NAME = "cutlayer-edge"
 WATCHDOG_S = 300  # the slowest image, and then some
+HOMES = (Path("/home"), Path("/root"), Path("/run/user"))  # what ProtectHome hides
 FIX_FIRST = "2 4"  # exit codes that trying again does not mend: settings, package
 
 
@@ -32,7 +33,7 @@ def unit_text(service: Service) -> str:
     """The whole unit."""
     secret = () if service.site_secret is None else ("--site-secret", "${CREDENTIALS_DIRECTORY}/site.secret")
     words = (*map(quote, service.command), "--key", "${CREDENTIALS_DIRECTORY}/device.key", *secret)
-    in_home = any(str(path).startswith(("/home/", "/root/", "/run/user/")) for path in service.readable)
+    in_home = any(path.is_relative_to(home) for path in service.readable for home in HOMES)
     lines = [
         "[Unit]",
         "Description=Cutlayer device",

@@ -6,9 +6,7 @@ What is written is `status`'s part. A server that is gone says nothing of itself
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typing import Any
 
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import ConfigError
+from contract.scratch import is_locked
 
 from .observatory import STATUS_FILE
 from .status import in_words
@@ -60,22 +59,12 @@ def read_status(runs: Path, run: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}", "look again in a few seconds") from error
     age_s = max(0.0, time.time() - path.stat().st_mtime)
-    state = "stopped" if not _is_locked(path.parent / "lock") else "running" if age_s <= STALE_S else "hangs"
+    try:
+        at_work = is_locked(path.parent / "lock")
+    except OSError:  # a run that was copied without its lock
+        at_work = False
+    state = "stopped" if not at_work else "running" if age_s <= STALE_S else "hangs"
     return {**document, "state": state, "age_s": age_s}
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 if __name__ == "__main__":
