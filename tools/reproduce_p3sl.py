@@ -98,7 +98,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", type=texts, help="default: " + ",".join(MODELS["full"]))
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--noises", type=texts, default=list(NOISES), help="of the baselines (default: 2.5,table)")
-    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet (default: A)")
+    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet, such as A,B (default: A)")
     parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
     parser.add_argument("--only", metavar="MODEL/METHOD/NOISE/ENVIRONMENT/SEED", help="one row")
     parser.add_argument("--epochs", type=int, help="default: 10")

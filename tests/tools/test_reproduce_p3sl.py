@@ -55,6 +55,30 @@ def test_baselines_run_with_both_noises_and_p3sl_with_its_own(tmp_path: Path) ->
     assert only == [P3slCell("vgg16_bn", "ssl", PUBLISHED, "B", 7)]
 
 
+def test_environments_are_rows_of_their_own_and_a_default_one_stays_as_it_was(tmp_path: Path) -> None:
+    both = cells_of(parse(["-o", str(tmp_path), "--environments", "A,B"]))
+    assert [cell for cell in both if cell.environment == "A"] == cells_of(parse(["-o", str(tmp_path)]))
+    assert len(both) == len(set(both)) == 2 * 3 * 2 * (1 + 2 * 4)
+
+
+def test_a_nano_that_is_warm_without_a_fan_splits_elsewhere_than_with_one(works: list[Work]) -> None:
+    table, chosen = sigma_table(SPLITS), dict[str, dict[str, int]]()
+    for environment in ("A", "B"):
+        fleet = load_fleet(PAPER, environment)
+        choices = simulate.sweep(fleet, works, table, BATCH)
+        chosen[environment] = {
+            device.name: choices["devices"][device.name]["splits"][choices["alpha"].index(device.alpha)]
+            for device in fleet.devices
+        }
+    differing = {name for name, split in chosen["A"].items() if split != chosen["B"][name]}
+    assert differing == {"nano-1"}  # at 30 degrees in both, with a fan in B alone
+    assert max(within_cap(load_fleet(PAPER, "A").devices[0], works, BATCH)) < chosen["B"]["nano-1"]
+    noise = noise_of(TABLE, table, from_leakage(table, SPLITS), 0.0)
+    assert noise.of(chosen["A"]["nano-1"]) > noise.of(chosen["B"]["nano-1"])
+    common = [common_split(load_fleet(PAPER, each), works, BATCH) for each in ("A", "B")]
+    assert common[0] < common[1]
+
+
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
