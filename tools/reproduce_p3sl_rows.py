@@ -12,9 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from contract.image_folder import scan
 from contract.leakage import Table
 from contract.privacy_table import PrivacyTable, from_leakage
 from edge_runtime.choose_split import SplitCost
+from edge_runtime.install import Installed
 from server_runtime import backend_folder, strategies
 from server_runtime.backend_folder import TrainingFolder
 from server_runtime.evaluation import Evaluation
@@ -26,13 +30,14 @@ from tools.fleet import Fleet, Work, cost_of, within_cap
 from tools.fleet_ledger import Ledger, Spent
 from tools.fleet_work import works_of
 from tools.reproduce_p3sl_world import STRATEGY, P3slWorld
-from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates
+from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates, read_images
 from tools.simulation import Answers, Terms, adapt, part_accuracy
 from tools.torch_worker import PartDevice, device_name, with_images
 
 METHODS = {"p3sl": "p3sl", "asl": "asl", "ares": "ares", "ssl": "sequential_split", "psl": "parallel_split"}
 PUBLISHED, TABLE = "2.5", "table"
 NOISES = (PUBLISHED, TABLE)
+STATISTICS_IMAGES = 1000
 COMMON = ("ssl", "psl")  # methods with one split for all devices
 QUALITY = "modelled: joules of an epoch, all devices, waiting and sleep counted; nothing was measured"
 
@@ -139,6 +144,7 @@ class P3slLaboratory:
         totals = {key: sum(each.joules[key] for each in found.values()) for key in next(iter(found.values())).joules}
         return {
             "setting": setting_of(cell), "accuracy": curve[-1].test_accuracy,
+            "retaken_accuracy": self._split.judge(plain, strategy.state(), self._public_images(installed)),
             "own_accuracy": sum(each.own_accuracy for each in found.values()) / len(found),
             "bytes": sum(each.bytes_up + each.bytes_down for each in curve),
             "seconds": round(time.monotonic() - started_s, 2), "energy_j": totals["whole"], "energy_quality": QUALITY,
@@ -150,6 +156,11 @@ class P3slLaboratory:
             "curve": [asdict(each) for each in curve],
             "training_device": f"torch on {device_name(self._split.device)}",
         }  # fmt: skip
+
+    def _public_images(self, installed: Installed) -> torch.Tensor:
+        """Images that are nobody's, by which norms take their statistics anew; of every class as many."""
+        files = scan(self._world.public_folder, None).images
+        return read_images(files[:: max(1, len(files) // STATISTICS_IMAGES)], installed.manifest.image)
 
     def _judge(
         self, cell: P3slCell, strategy: PartStrategy, devices: Mapping[str, PartDevice], ledger: Ledger

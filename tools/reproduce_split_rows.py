@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from contract.console import say
 from contract.errors import ConfigError
-from contract.image_folder import scan
-from contract.images import load_pixels, normalise, resize
+from contract.image_folder import ImageFile, scan
+from contract.images import ImageRule, load_pixels, normalise, resize
 from contract.keyed_noise import derive_key
 from contract.signature import key_id, load_public
 from contract.training import TrainingCut
@@ -32,7 +32,7 @@ from edge_runtime.install import Installed, install
 from edge_runtime.state import open_state, write_durably
 from edge_runtime.trainer import TrainerSettings, open_trainer
 from server_runtime import backend as backends
-from server_runtime import backend_folder, split_model, strategies
+from server_runtime import backend_folder, norm_statistics, split_model, strategies
 from server_runtime.backend_folder import TrainingFolder
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Metric, Settings, Site, State
@@ -219,11 +219,14 @@ class SplitLaboratory:
     # -- judging W
 
     @torch.no_grad()
-    def judge(self, shipped: Shipped, state: State) -> float:
-        """W's share of hits on the test images, in evaluation mode."""
+    def judge(self, shipped: Shipped, state: State, statistics: torch.Tensor | None = None) -> float:
+        """W's share of hits on the test images, in evaluation mode; with images (n, 3, h, w) for `statistics`, after
+        its norms took theirs anew from these."""
         model = copy.deepcopy(shipped.module)
         model.load_state_dict(named(state, "backend."))
         head = {name: tensor.to(self.device) for name, tensor in named(state, "head.").items()}
+        if statistics is not None:
+            norm_statistics.retake(model, statistics, self.device)
         images, labels = self.tested
         model.eval()
         right = 0
@@ -237,9 +240,13 @@ class SplitLaboratory:
         """Normalised test images (n, 3, h, w) and class numbers (n,), on the CPU."""
         (rule,) = {each.manifest.image for each in self._installed.values()}
         files = scan(self._world.test_folder(), self._world.classes).images
-        pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
-        images = torch.from_numpy(normalise(np.stack(pixels), rule))
-        return images, torch.tensor([file.class_index for file in files])
+        return read_images(files, rule), torch.tensor([file.class_index for file in files])
+
+
+def read_images(files: Sequence[ImageFile], rule: ImageRule) -> torch.Tensor:
+    """Normalised images (n, 3, h, w), on the CPU."""
+    pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
+    return torch.from_numpy(normalise(np.stack(pixels), rule))
 
 
 def named(state: State, start: str) -> dict[str, torch.Tensor]:
