@@ -34,7 +34,15 @@ from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, S
 from tools.simulation import Answers, Terms, adapt, part_accuracy
 from tools.torch_worker import PartDevice, device_name, with_images
 
-METHODS = {"p3sl": "p3sl", "asl": "asl", "ares": "ares", "ssl": "sequential_split", "psl": "parallel_split"}
+COPY = "p3sl_copy"  # P3SL whose server trains on with its own layers, not with the average
+METHODS = {
+    "p3sl": "p3sl",
+    COPY: "p3sl",
+    "asl": "asl",
+    "ares": "ares",
+    "ssl": "sequential_split",
+    "psl": "parallel_split",
+}
 PUBLISHED, TABLE = "2.5", "table"
 NOISES = (PUBLISHED, TABLE)
 STATISTICS_IMAGES = 1000
@@ -169,7 +177,7 @@ class P3slLaboratory:
         found: dict[str, float] = {}
         known: dict[object, float] = {}
         for name, device in devices.items():
-            key = name if cell.method == "p3sl" else ledger.times[name].split
+            key = name if METHODS[cell.method] == "p3sl" else ledger.times[name].split
             if key not in known:
                 known[key] = part_accuracy(strategy, with_images(device, self._world.split.test_folder()), RUN)
             found[name] = known[key]
@@ -203,11 +211,11 @@ class P3slLaboratory:
         settings = Settings(
             LABEL_MODE, 0.0, rates.epochs, 0, 0.0, cell.seed, batch=rates.batch, learning_rate=rates.learning_rate,
             schedule=SCHEDULE, sigma=PUBLISHED if cell.noise == PUBLISHED else "table",
-            aggregate_every=rates.aggregate_every,
+            aggregate_every=rates.aggregate_every, average_into="copy" if cell.method == COPY else "server",
             cuts=str(common_split(self._fleets[cell.environment], works, rates.batch)) if cell.method in COMMON else "",
             fsim_threshold=threshold_of(table, rates.threshold),
         )  # fmt: skip
-        if cell.method == "p3sl":
+        if METHODS[cell.method] == "p3sl":
             return P3SL(shipped, settings, ledger.clock)
         return strategies.find(METHODS[cell.method]).build(shipped, settings)
 

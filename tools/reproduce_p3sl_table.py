@@ -110,8 +110,8 @@ def _main_table(cells: Sequence[Row]) -> Table:
         "Test accuracy in %, mean and standard deviation over seeds; FSIM of all devices together; modelled joules and "
         "seconds of an epoch; MB",
         ("method, noise", "model, environment", "seeds", "accuracy", "retaken", "at devices", "chains", "FSIM",
-         "no noise", "mean colour", "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake", "seconds",
-         "MB"),
+         "no noise", "mean colour", "unrelated", "J work", "J awake", "J whole", "J whole, all sleep", "awake",
+         "seconds", "MB"),
         tuple(
             (
                 f"{cell['method']}, {cell['noise']}", f"{cell['model']}, {cell['environment']}", len(cell["seeds"]),

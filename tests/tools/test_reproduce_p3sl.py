@@ -51,6 +51,8 @@ def test_baselines_run_with_both_noises_and_p3sl_with_its_own(tmp_path: Path) ->
     assert len(cells) == 3 * 2 * (1 + 2 * 4)
     assert [cell.noise for cell in cells if cell.method == "p3sl"] == [TABLE] * 6
     assert {cell.seed for cell in cells[:18]} == {0}
+    (copy,) = cells_of(parse(["--methods", "p3sl_copy", "--models", "resnet18", "--seeds", "0"]))
+    assert copy.noise == TABLE and "p3sl_copy" not in {cell.method for cell in cells}  # where it is asked for alone
     only = cells_of(parse(["--only", "vgg16_bn/ssl/2.5/B/7"]))
     assert only == [P3slCell("vgg16_bn", "ssl", PUBLISHED, "B", 7)]
 
