@@ -335,6 +335,38 @@ def test_noise_is_lowered_once_the_accuracy_stays_below_the_floor_and_training_e
     assert run.devices["pi"].offers[-1][1]["sigma"].tolist() == [0.0, 0.0]
 
 
+def test_training_recovers_once_less_noise_is_assigned(model: Model) -> None:
+    """Under sigma 20 nothing is learnt; Eq. 5 lowers it until the model reaches the floor, and then leaves it alone."""
+    of = judged(model())
+    settings = replace(SETTINGS, epochs=16, sigma="20", reference_accuracy=0.95, accuracy_loss=0.1)
+    run = drive(of, settings, [device("a", of, 24, 0, 1), device("b", of, 24, 1, 2)])
+    run.run()
+    floor, sigma = 0.9 * 0.95, 20.0
+    for record in run.records:
+        assert record["accuracy_floor"] == pytest.approx(floor)
+        assert record["sigma/a"] == record["sigma/b"] == pytest.approx(sigma)
+        if record.get("noise_lowered"):
+            assert record["test_accuracy"] < floor
+            sigma *= max(0.1, 1.0 - 2.0 * (floor - record["test_accuracy"]))
+    assert not run.records[0]["floor_reached"] and 0.0 < sigma < 20.0
+    assert [record["floor_reached"] for record in run.records[-2:]] == [True, True]
+    for each in run.devices.values():  # all of them chose anew, by the new table
+        assert each.offers[-1][1]["sigma"].tolist() == pytest.approx([sigma, sigma])
+
+
+def test_noise_that_is_lowered_below_a_devices_floor_ends_the_run_as_infeasible(model: Model) -> None:
+    """The device's floor is its own: the server learns that no split will do, never why."""
+    of = judged(model(), np.random.default_rng(0).integers(0, 3, 30))
+    careful = device("pi", of, 8)
+    careful.choose = lambda number: 1 if careful.offers[-1][1]["sigma"][0] >= 1.0 else 0
+    settings = replace(SETTINGS, epochs=40, learning_rate=1e-6, reference_accuracy=1.0)
+    run = drive(of, settings, [careful])
+    with pytest.raises(TrainingError, match="infeasible: pi accepts none of the splits under the noise") as raised:
+        run.run()
+    assert "sigma_floor" in raised.value.cure
+    assert [record["sigma/pi"] for record in run.records if record.get("noise_lowered")] == [pytest.approx(1.5)]
+
+
 def test_an_accuracy_above_the_floor_leaves_the_noise_alone(model: Model) -> None:
     of = judged(model())
     run = drive(of, replace(SETTINGS, epochs=6, reference_accuracy=0.01), [device("pi", of, 24)])
