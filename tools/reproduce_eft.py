@@ -24,10 +24,11 @@ import torch
 from contract.console import print_document, say
 from contract.errors import UsageError
 from contract.output import open_output
-from server_runtime import backend_folder, split_model
+from server_runtime import split_model
 from server_runtime.report import to_text
 from server_runtime.training_macs import sizes_of
 from tools.kept_rows import Row, claimed
+from tools.reproduce_devices import training_folder
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
@@ -322,9 +323,7 @@ def line_of(row: Row) -> str:
 def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
     """Measured here, on onnxruntime, beside the counter."""
     front = export_variant(world, Variant("eft_vit", RATIO, LOCAL))
-    folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-    assert isinstance(folder, backend_folder.TrainingFolder)
-    sizes = sizes_of(split_model.load(folder, torch.device("cpu")).module)
+    sizes = sizes_of(split_model.load(training_folder(front), torch.device("cpu")).module)
     rows = [row for batch in COST_BATCHES for row in measure_all(front, sizes, LOCAL, batch)]
     if options.format == "json":
         print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "rows": rows})
