@@ -267,7 +267,7 @@ def test_the_command_keeps_its_rows(
     assert json.loads(capsys.readouterr().out) == first
     assert reproduce_split.main([*words, "--table"]) == 0
     assert "resnet18, centralised" in capsys.readouterr().out
-    (line,) = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "split.jsonl").read_text().splitlines()
     assert json.loads(line) == first["rows"][0]
     assert (tmp_path / "split.html").read_text().startswith("<!doctype html>")
     with pytest.raises(UsageError, match="no finished row"):
