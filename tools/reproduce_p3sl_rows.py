@@ -19,8 +19,7 @@ from contract.leakage import Table
 from contract.privacy_table import PrivacyTable, from_leakage
 from edge_runtime.choose_split import SplitCost
 from edge_runtime.install import Installed
-from server_runtime import backend_folder, strategies
-from server_runtime.backend_folder import TrainingFolder
+from server_runtime import strategies
 from server_runtime.evaluation import Evaluation
 from server_runtime.noise_table import NoiseTable, initial_table, uniform_table
 from server_runtime.split_model import Shipped
@@ -29,6 +28,7 @@ from server_runtime.strategies.p3sl import P3SL
 from tools.fleet import Fleet, Work, cost_of, within_cap
 from tools.fleet_ledger import Ledger, Spent
 from tools.fleet_work import works_of
+from tools.reproduce_devices import training_folder
 from tools.reproduce_p3sl_world import STRATEGY, P3slWorld
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates, read_images
 from tools.simulation import Answers, Terms, adapt, part_accuracy
@@ -118,8 +118,8 @@ class P3slLaboratory:
         """Raises: TrainingError, DeviceError, DataError."""
         started_s, fleet = time.monotonic(), self._fleets[cell.environment]
         front = self._world.package(cell.model)
-        installed = self._split.install(front)
-        plain = self._split.ship(front)
+        installed = self._split.packages.install(front)
+        plain = self._split.packages.ship(front)
         images, labels = self._split.tested
         classes = len(self._world.split.classes)
         shipped = replace(plain, leakage=table, evaluation=Evaluation(images.numpy(), labels.numpy(), classes))
@@ -187,8 +187,7 @@ class P3slLaboratory:
         """What a step of each part of the package takes."""
         if model not in self._works:
             front = self._world.package(model)
-            folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-            assert isinstance(folder, TrainingFolder)
+            folder = training_folder(front)
             cuts = [cut.index for cut in folder.training.cuts]
             self._works[model] = works_of(folder.model, dict(folder.model_args), cuts)
         return self._works[model]

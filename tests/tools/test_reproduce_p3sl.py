@@ -232,9 +232,9 @@ def test_rows_are_kept_and_shown(tmp_path: Path) -> None:
     assert table is not None and table.unit == "sigma"
     laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0), 1)
     (cell,) = cells_of(options)
-    row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, 1)
+    row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, "1 of 1")
     assert row is not None
-    assert row_of(options, world, cell, tmp_path / "rows", None, {}, 1) == row
+    assert row_of(options, world, cell, tmp_path / "rows", None, {}, "1 of 1") == row
     document = document_of(options, world, [row], 1)
     assert {"method", "setting", "seed", "accuracy", "bytes", "seconds", "energy_j", "energy_quality"} <= row.keys()
     assert json.dumps(document)
