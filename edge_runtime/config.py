@@ -48,6 +48,13 @@ FIELDS = (
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
+    Field(
+        "remeasure_s",
+        float,
+        60.0,
+        "P3SL: seconds to measure the energy table anew, once a turn's energy left it by a tenth or the device slowed "
+        "down; 0: it is only corrected where it was found wrong",
+    ),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
     Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
@@ -89,6 +96,7 @@ class DeviceConfig:
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
+    remeasure_s: float = 60.0
     sigma_floor: str = "0"
     split: int | None = None
 
@@ -142,6 +150,7 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_metrics(config.metrics)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
+    require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
     require_range("split", config.split, 1, 0xFFFF)
     read_floor(config.sigma_floor)
     return config
