@@ -74,5 +74,6 @@ def bench_of(tick: Callable[[], None]) -> Bench:
         while (left_s := ends_s - time.monotonic()) > 0.0:
             tick()
             time.sleep(min(SLICE_S, left_s))
+        tick()
 
     return Bench(time.monotonic, wait, lambda: None, lambda: tuple, lambda seconds: None, tick)
