@@ -5,6 +5,7 @@ Where each value comes from is settled by contract.config; the signed manifest h
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
@@ -56,6 +57,13 @@ FIELDS = (
         "down; 0: it is only corrected where it was found wrong",
     ),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
+    Field(
+        "sleep_command",
+        str,
+        None,
+        "P3SL: run between two turns to power down, with the seconds as its last argument, such as 'rtcwake -m mem "
+        "-s'; default: the device waits, awake",
+    ),
     Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
@@ -97,6 +105,7 @@ class DeviceConfig:
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
     remeasure_s: float = 60.0
+    sleep_command: str | None = None
     sigma_floor: str = "0"
     split: int | None = None
 
@@ -153,6 +162,7 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
     require_range("split", config.split, 1, 0xFFFF)
     read_floor(config.sigma_floor)
+    read_sleep_command(config.sleep_command)
     return config
 
 
@@ -245,6 +255,21 @@ def check_metrics(metrics: str | None) -> tuple[str, int] | None:
             "energy stays on the device: let an agent here collect it",
         )
     return host, int(port)
+
+
+def read_sleep_command(text: str | None) -> tuple[str, ...]:
+    """The words of a setting, none where there is none. Raises: ConfigError."""
+    if text is None:
+        return ()
+    try:
+        words = tuple(shlex.split(text))
+        if not words:
+            raise ValueError("it is empty")
+    except ValueError as error:
+        raise ConfigError(
+            f"sleep_command {text!r} is no command: {error}", 'write for example: --sleep-command "rtcwake -m mem -s"'
+        ) from error
+    return words
 
 
 def is_loopback(host: str) -> bool:
