@@ -96,7 +96,7 @@ def measure(path: Path, package: Path | None, seconds: float, every_s: float) ->
     with deployment.server(*mode, *options, strategy="sequential_split") as server, path.open("w") as samples:
         devices = {name: deployment.start_device(name, *mode) for name in DEVICES}
         try:
-            wait_for_first_epoch(root, server)
+            wait_for_first_epoch(deployment, server)
             began_s = time.monotonic()
             while (passed_s := time.monotonic() - began_s) <= seconds:
                 for name, process in devices.items():
@@ -104,7 +104,8 @@ def measure(path: Path, package: Path | None, seconds: float, every_s: float) ->
                         raise DeviceError(f"{name} ended with {process.returncode}", f"see {root / name}.log")
                 if server.poll() is not None:
                     raise TrainingError(f"the server ended with {server.returncode}", f"see {root / 'server.log'}")
-                line = {"s": round(passed_s, 1), "epochs": epochs_of(root), "processes": sampled(server, devices)}
+                line = {"s": round(passed_s, 1), "epochs": deployment.newest_epoch()}
+                line["processes"] = sampled(server, devices)
                 samples.write(json.dumps(line) + "\n")
                 samples.flush()
                 time.sleep(every_s - (time.monotonic() - began_s) % every_s)
@@ -113,23 +114,12 @@ def measure(path: Path, package: Path | None, seconds: float, every_s: float) ->
                 stop(process)
 
 
-def wait_for_first_epoch(root: Path, server: subprocess.Popen[str]) -> None:
+def wait_for_first_epoch(deployment: Deployment, server: subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + START_S
-    while not epochs_of(root):
+    while not deployment.newest_epoch():
         if time.monotonic() > deadline_s or server.poll() is not None:
-            raise TrainingError(f"no epoch within {START_S:g} s", f"see the logs in {root}")
+            raise TrainingError(f"no epoch within {START_S:g} s", f"see the logs in {deployment.root}")
         time.sleep(0.1)
-
-
-def epochs_of(root: Path) -> int:
-    """Of the last whole line of the metrics; the file grows long."""
-    path = root / "runs" / "memory" / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    with path.open("rb") as stream:
-        stream.seek(max(0, path.stat().st_size - 65536))
-        lines = [line for line in stream.read().split(b"\n")[:-1] if line.startswith(b"{") and line.endswith(b"}")]
-    return max((json.loads(line).get("epoch", 0) for line in lines), default=0)
 
 
 def sampled(server: subprocess.Popen[str], devices: dict[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
