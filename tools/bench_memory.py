@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,10 +43,12 @@ EPOCHS = 1_000_000  # the most that server-run takes; hours do not reach it
 BATCH, RATE = 3, 0.001
 START_S = 120.0
 BLOCKS = 12
+STOPPED = 143  # exit code, as a shell tells it
 KINDS = ("rss_kb", "pss_kb")
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # so that no program is left behind
     options = parse(sys.argv[1:])
     if options.read is None:
         path = open_output(options.output) / SAMPLES

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,8 @@ from tools.chaos_strikes import Strikes
 from tools.chaos_verdict import differences
 from tools.chaos_world import WORKS, Work, World, make_package
 
+STOPPED = 143  # exit code, as a shell tells it
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -51,6 +54,7 @@ class Outcome:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # so that no program is left behind
     options = parse(sys.argv[1:])
     root = open_output(options.output)
     package = options.package or made_package(root)
@@ -109,7 +113,7 @@ def campaign(given: Path, root: Path, work: Work, faults: list[Fault]) -> Outcom
     with World(Deployment(package, calm, front=work.front), work, say) as world:
         world.finish()
         calm_s = time.monotonic() - began_s
-        unexpected = world.unexpected
+    unexpected = world.unexpected
     copy_secrets(calm, disturbed)
     say("== disturbed")
     applied, began_s = [], time.monotonic()
@@ -124,12 +128,10 @@ def campaign(given: Path, root: Path, work: Work, faults: list[Fault]) -> Outcom
             say(f"{fault.number}: {fault.kind}, {fault.target} ({passed_s:.1f} s)")
         world.finish()
         disturbed_s = time.monotonic() - began_s
-        unexpected = [*unexpected, *world.unexpected]
-        starts = world.starts
-    found = unexpected + differences(calm, disturbed)
+    found = unexpected + world.unexpected + differences(calm, disturbed)
     if len(applied) < len(faults):
         found.append(f"the work was done before {len(faults) - len(applied)} of {len(faults)} faults")
-    return Outcome(applied, strikes.recovery_s, found, calm_s, disturbed_s, starts)
+    return Outcome(applied, strikes.recovery_s, found, calm_s, disturbed_s, world.starts)
 
 
 def summarise(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:

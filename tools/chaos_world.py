@@ -33,6 +33,7 @@ POLL_S = 0.02
 LIMIT_S = 120.0  # without what is waited for
 EXPECTED_ENDS = 8  # the newest count: an end may show when further faults have come
 SHOWN_LETTERS = 2000
+ROWS_A_STEP = 32  # of split adaptation; every image is there twice, augmented once
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,16 @@ class Work:
     slow_bytes_per_s: float = 2000.0  # a frame must pass within the silence that both sides bear
 
 
+MESSAGES_A_FAULT = 15  # that the work must have, so that it outlasts the faults
+
+
 def adaptation(faults: int) -> Work:
     """Split adaptation with as many images and epochs as so many faults need."""
+    images = max(4, faults // 5)
+    messages_an_epoch = len(DEVICES) * -(-2 * images * len(DEVICES) * len(PRIVATE_CLASSES) // ROWS_A_STEP)
     return Work(
-        "split_adaptation", "front", "logit-gradient", epochs=max(6, faults // 2), images_per_class=max(4, faults // 5),
+        "split_adaptation", "front", "logit-gradient",
+        epochs=max(6, MESSAGES_A_FAULT * faults // messages_an_epoch), images_per_class=images,
         device_limits=("edge_runtime.pipeline:BATCH_SAMPLES_MAX=1",), upload_bytes_per_s=8000.0,
     )  # fmt: skip
 
@@ -115,35 +122,41 @@ class World:
         deployment.server_bin = write_command(commands, "server-run", SHORT_SILENCE).parent
         limits = (*DEVICE_SHORT_SILENCE, *QUICK_RETURN, *self.work.device_limits)
         deployment.device_bin = write_command(commands, "edge-run", limits).parent
-        self._stack.callback(self._stop)
+        with ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _open(self, stack: ExitStack) -> None:
+        deployment = self._deployment
+        stack.callback(self._stop)
         self._start(SERVER)
         self.wait(lambda: self._listens, "the server")
         keys = deployment.package / "keys"
         for device in DEVICES:
             link = TcpProxy(deployment.port, Weather(bytes_per_s=self.work.upload_bytes_per_s))
-            self.links[device] = self._stack.enter_context(link)
+            self.links[device] = stack.enter_context(link)
             certificate, authority = (keys / "server.pem", keys / "server.key"), keys / "devices" / device / "ca.pem"
             frames = FrameProxy(deployment.port, certificate, authority, self.altered[device])
-            self.frames[device] = self._stack.enter_context(frames)
+            self.frames[device] = stack.enter_context(frames)
             self._start(device)
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _stop(self) -> None:
-        for process in self._running.values():
+        for name, process in self._running.items():
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
-            stop(process)
+            code = stop(process)
+            if code and (name, code) not in self._expected:
+                self.unexpected.append(f"{name} ended with {code}: {self._last_words(name)}")
 
     def _start(self, name: str) -> None:
         work = self.work
         if name == SERVER:
             options = ("--run", "chaos", "--seed", 3, "--epochs", work.epochs, "--label-mode", work.label_mode)
-            process = self._deployment.launch_server(
-                *options, *work.options, "--exit-when-done", strategy=work.strategy
-            )
+            process = self._deployment.launch_server(*options, *work.options, strategy=work.strategy)
             self._listens = False
             self.starts += 1
         else:
@@ -196,8 +209,8 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether every program has ended well by itself."""
-        return all(process.poll() == 0 for process in self._running.values()) and len(self._running) > len(DEVICES)
+        """Whether every device was let go and has ended well."""
+        return all(name in self._running and self._running[name].poll() == 0 for name in DEVICES)
 
     # -- who is there
 
