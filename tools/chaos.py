@@ -13,6 +13,7 @@ had struck.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import signal
 import subprocess
@@ -60,7 +61,7 @@ def main() -> int:
     package = options.package or made_package(root)
     work = WORKS[options.strategy](options.faults)
     faults = draw_faults(options.faults, options.seed, options.kind or tuple(KINDS))
-    outcome = campaign(package, root / options.strategy, work, faults)
+    outcome = campaign(package, root / options.strategy, work, faults, options.minutes * 60)
     document = summarise(outcome, options)
     if options.format == "json":
         print_document("chaos", document)
@@ -75,6 +76,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--strategy", choices=sorted(WORKS), default="sa", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of the faults (default: %(default)s)")
     parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="only this kind; may be repeated")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, metavar="N", help="begin no fault later than this; default: no limit"
+    )
     parser.add_argument("--package", type=Path, metavar="DIR", help="of python -m tests.make_package; default: made")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     default = Path(tempfile.gettempdir()) / "cutlayer-chaos"
@@ -98,8 +102,8 @@ def made_package(root: Path) -> Path:
     return root / "made"
 
 
-def campaign(given: Path, root: Path, work: Work, faults: list[Fault]) -> Outcome:
-    """The work undisturbed and under the faults; `root` is emptied.
+def campaign(given: Path, root: Path, work: Work, faults: list[Fault], limit_s: float = math.inf) -> Outcome:
+    """The work undisturbed and under the faults, none of which begins after `limit_s`; `root` is emptied.
 
     Raises: TrainingError when the work stands still.
     """
@@ -121,7 +125,11 @@ def campaign(given: Path, root: Path, work: Work, faults: list[Fault]) -> Outcom
         strikes = Strikes(world)
         for fault in faults:
             uploading, struck_s = world.uploading, time.monotonic()
+            if struck_s - began_s > limit_s:
+                break
             if not strikes.strike(fault):
+                early = f"the work was done before {len(faults) - len(applied)} of {len(faults)} faults"
+                world.unexpected.append(early)
                 break
             applied.append((fault, uploading))
             passed_s = time.monotonic() - struck_s
@@ -129,8 +137,6 @@ def campaign(given: Path, root: Path, work: Work, faults: list[Fault]) -> Outcom
         world.finish()
         disturbed_s = time.monotonic() - began_s
     found = unexpected + world.unexpected + differences(calm, disturbed)
-    if len(applied) < len(faults):
-        found.append(f"the work was done before {len(faults) - len(applied)} of {len(faults)} faults")
     return Outcome(applied, strikes.recovery_s, found, calm_s, disturbed_s, world.starts)
 
 
@@ -141,6 +147,7 @@ def summarise(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "equal": not outcome.differences,
         "differences": outcome.differences,
+        "faults_asked": options.faults,
         "faults": len(outcome.applied),
         "faults_by_kind": dict(sorted(Counter(fault.kind for fault, _ in outcome.applied).items())),
         "faults_during_upload": sum(uploading for _, uploading in outcome.applied),

@@ -88,8 +88,8 @@ class Strikes:
         before = [link.connections for link in links]
         for link in links:
             link.weather.swallowed = {TO_SERVER, TO_DEVICE}
-        self._return(links, before, "an attempt during a partition")
-        for link in links:
+        for link, count in zip(links, before, strict=True):
+            self._return([link], [count], "an attempt during a partition")
             link.weather.swallowed = set()
 
     def _half_open(self, fault: Fault) -> None:

@@ -30,7 +30,8 @@ from tools.chaos_faults import SERVER
 from tools.chaos_messages import Altered
 
 POLL_S = 0.02
-LIMIT_S = 120.0  # without what is waited for
+LIMIT_S = 300.0  # without what is waited for
+NO_LONG_WAITS = ("edge_runtime.reconnect:BackoffLimits.early_s=3600",)  # else one long outage makes a device wait long
 EXPECTED_ENDS = 8  # the newest count: an end may show when further faults have come
 SHOWN_LETTERS = 2000
 ROWS_A_STEP = 32  # of split adaptation; every image is there twice, augmented once
@@ -120,7 +121,7 @@ class World:
     def __enter__(self) -> World:
         deployment, commands = self._deployment, self.root / "commands"
         deployment.server_bin = write_command(commands, "server-run", SHORT_SILENCE).parent
-        limits = (*DEVICE_SHORT_SILENCE, *QUICK_RETURN, *self.work.device_limits)
+        limits = (*DEVICE_SHORT_SILENCE, *QUICK_RETURN, *NO_LONG_WAITS, *self.work.device_limits)
         deployment.device_bin = write_command(commands, "edge-run", limits).parent
         with ExitStack() as stack:
             self._open(stack)
