@@ -10,7 +10,9 @@ Stops what it started, by process id, with all that it started in turn (Linux: f
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 from contract.errors import DeviceError, UsageError
 
 START_S, STOP_S, POLL_S = 120.0, 20.0, 0.05
+ASK_S = 5.0  # between two questions whether a run is over
 PACKAGES = {"flower": "flwr", "nvflare": "nvflare"}
 LINES_SHOWN = 3
 NOT_GIVEN = "left out: no --{name} PYTHON was given, an interpreter that has {package}"
@@ -74,6 +77,7 @@ class Deployment:
             "HOME": str(folder), "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         }  # fmt: skip
         self._started: list[subprocess.Popen[bytes]] = []
+        self.submitted = ""  # what was said when the run or job was handed over
 
     def start(self, name: str, *words: object) -> None:
         """A program that stays, and logs to NAME.log."""
@@ -176,11 +180,31 @@ def start_flower(
         (folder / "app" / app.name).write_bytes(app.read_bytes())
         settings = "".join(f'{name} = "{value}"\n' for name, value in config.items())
         (folder / "app" / "pyproject.toml").write_text(_FLOWER_APP.format(module=app.stem) + settings)
-        flower.run("flwr", "run", folder / "app", "here")
+        flower.submitted = flower.run("flwr", "run", folder / "app", "here")
     except BaseException:
         flower.close()
         raise
     return flower
+
+
+def wait_for_flower(flower: Deployment, seconds: float) -> str:
+    """Until its run is over; how Flower says that it ended. Raises: DeviceError when it takes longer."""
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        (run,) = json.loads(flower.run("flwr", "ls", "here", "--format", "json"))["runs"]
+        if str(run["status"]).startswith("finished"):
+            return str(run["status"])
+        time.sleep(ASK_S)
+    raise DeviceError(f"the run is not over after {seconds:g} s", "look into the logs of the SuperNodes")
+
+
+def wait_for_nvflare(nvflare: Deployment, seconds: float) -> tuple[str, Path]:
+    """Until its job is over; how NVFlare says that it ended, and the folder of its results. Raises: DeviceError."""
+    (job,) = re.findall(r"job_id: (\S+)", nvflare.submitted)
+    (kit,) = (nvflare.folder / "poc").glob("*/prod_00/admin@nvidia.com")
+    said = nvflare.run("nvflare", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
+    nvflare.run("nvflare", "job", "download", job, "-o", nvflare.folder / "results", "--startup-kit", kit)
+    return said.strip().splitlines()[-1], nvflare.folder / "results"
 
 
 def start_nvflare(folder: Path, python: str, app: Path, clients: int, config: Mapping[str, str]) -> Deployment:
@@ -205,7 +229,7 @@ def start_nvflare(folder: Path, python: str, app: Path, clients: int, config: Ma
             nvflare.start(f"site-{number}", kit / f"site-{number}" / "startup" / "sub_start.sh", "--once")
         (job,) = (folder / "job").iterdir()
         admin = ("--startup-kit", kit / "admin@nvidia.com")
-        nvflare.run("nvflare", "--connect-timeout", START_S, "job", "submit", "-j", job, *admin)
+        nvflare.submitted = nvflare.run("nvflare", "--connect-timeout", START_S, "job", "submit", "-j", job, *admin)
     except BaseException:
         nvflare.close()
         raise
