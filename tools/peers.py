@@ -76,29 +76,28 @@ class Deployment:
         self._environment = kept | environment | {
             "HOME": str(folder), "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         }  # fmt: skip
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
         self.submitted = ""  # what was said when the run or job was handed over
 
     def start(self, name: str, *words: object) -> None:
         """A program that stays, and logs to NAME.log."""
         with (self.folder / f"{name}.log").open("wb") as log:
-            self._started.append(
-                subprocess.Popen(
-                    [self._bin / str(words[0]), *map(str, words[1:])],
-                    cwd=self.folder,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            )
+            self._started[name] = subprocess.Popen(
+                [self._bin / str(words[0]), *map(str, words[1:])], cwd=self.folder, env=self._environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
-    def run(self, *words: object) -> str:
+    def processes(self, name: str) -> list[int]:
+        """Ids of a program that was started, and of what it has running."""
+        pid = self._started[name].pid
+        return [pid, *descendants(pid)]
+
+    def run(self, *words: object, timeout_s: float = START_S) -> str:
         """A command to its end; what it said. Raises: DeviceError when it fails."""
         try:
             done = subprocess.run(
                 [self._bin / str(words[0]), *map(str, words[1:])], cwd=self.folder, env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_S,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"{words[0]} {words[1]}: {error}", "run it by hand to see what it waits for") from error
@@ -113,7 +112,7 @@ class Deployment:
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
                 return
-            if any(program.poll() is not None for program in self._started) or time.monotonic() > deadline_s:
+            if any(program.poll() is not None for program in self._started.values()) or time.monotonic() > deadline_s:
                 logs = {path.name: path.read_text(errors="replace") for path in self.folder.glob("*.log")}
                 said = "; ".join(f"{name}: {text.strip()[-200:]}" for name, text in logs.items())
                 raise DeviceError(f"a program does not listen on port {port}: {said}", "run it by hand")
@@ -121,18 +120,18 @@ class Deployment:
 
     def close(self) -> None:
         """End every program, and whatever it started."""
-        trees = [pid for program in self._started for pid in descendants(program.pid)]
-        for program in self._started:
+        trees = [pid for program in self._started.values() for pid in descendants(program.pid)]
+        for program in self._started.values():
             if program.poll() is None:
                 program.send_signal(signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_S
-        for program in self._started:
+        for program in self._started.values():
             with suppress(subprocess.TimeoutExpired):
                 program.wait(max(0.0, deadline_s - time.monotonic()))
-        for pid in {*trees, *(program.pid for program in self._started if program.poll() is None)}:
+        for pid in {*trees, *(program.pid for program in self._started.values() if program.poll() is None)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for program in self._started:
+        for program in self._started.values():
             program.wait()
 
 
@@ -202,7 +201,8 @@ def wait_for_nvflare(nvflare: Deployment, seconds: float) -> tuple[str, Path]:
     """Until its job is over; how NVFlare says that it ended, and the folder of its results. Raises: DeviceError."""
     (job,) = re.findall(r"job_id: (\S+)", nvflare.submitted)
     (kit,) = (nvflare.folder / "poc").glob("*/prod_00/admin@nvidia.com")
-    said = nvflare.run("nvflare", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
+    wait = ("nvflare", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
+    said = nvflare.run(*wait, timeout_s=seconds + START_S)
     nvflare.run("nvflare", "job", "download", job, "-o", nvflare.folder / "results", "--startup-kit", kit)
     return said.strip().splitlines()[-1], nvflare.folder / "results"
 
