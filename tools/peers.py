@@ -97,7 +97,8 @@ class Deployment:
         try:
             done = subprocess.run(
                 [self._bin / str(words[0]), *map(str, words[1:])], cwd=self.folder, env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=timeout_s,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"{words[0]} {words[1]}: {error}", "run it by hand to see what it waits for") from error

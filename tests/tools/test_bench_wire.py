@@ -80,7 +80,8 @@ def test_a_peers_figures_are_made_within_a_turn() -> None:
     )
     assert figures["flower"] == {
         "version": "1.0", "runs": "as it runs", "client_idle_bytes": 5, "exchanges": 4,
-        "exchange_p50_s": 70.0, "exchange_p99_s": 70.0, "exchange_times_ours": 7.0, "rounds": 2, "round_s": 36.0, "round_times_ours": 3.5,
+        "exchange_p50_s": 70.0, "exchange_p99_s": 70.0, "exchange_times_ours": 7.0,
+        "rounds": 2, "round_s": 36.0, "round_times_ours": 3.5,
     }  # fmt: skip
 
 
