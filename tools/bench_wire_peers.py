@@ -92,9 +92,9 @@ def figures(
 ) -> dict[str, object]:
     """Of each peer: its exchange over all turns, its round, and how many times ours they take, within a turn.
 
-    `exchanges` and `rounds` hold the turns' answers by name, "ours" among them; `client_bytes` is what one client takes
-    before the first exchange. A peer that was not started has the
-    reason in its place.
+    All are times from asking until the answers are there, in the process that asks: our torch process, a ServerApp, a
+    controller. `exchanges` and `rounds` hold the turns' answers by name, "ours" among them; `client_bytes` is what one
+    client takes before the first exchange. A peer that was not started has the reason in its place.
     """
     result: dict[str, object] = {}
     for name in pythons:
@@ -103,7 +103,7 @@ def figures(
             continue
         turns = [turn["whole_s"] for turn in exchanges[name]]
         all_s = [value for turn in turns for value in turn]
-        ours = [statistics.median(turn["boundary_s"]) for turn in exchanges["ours"]]
+        ours = [statistics.median(turn["whole_s"]) for turn in exchanges["ours"]]  # as the process that asks sees it
         whole = [sum(turn["whole_s"]) for turn in rounds[name]]
         ours_whole = [sum(turn["whole_s"]) for turn in rounds["ours"]]
         result[name] = {

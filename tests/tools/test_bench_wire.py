@@ -72,7 +72,7 @@ def test_a_peers_figures_are_made_within_a_turn() -> None:
     found = {"flower": Peer("1.0", "as it runs", "client", None, None)}  # type: ignore[arg-type]
     exchanges = {  # the machine became ten times slower after the first turn
         "flower": [{"whole_s": [6.0, 8.0]}, {"whole_s": [70.0, 70.0]}],
-        "ours": [{"boundary_s": [1.0, 1.0, 5.0]}, {"boundary_s": [10.0]}],
+        "ours": [{"whole_s": [1.0, 1.0, 5.0]}, {"whole_s": [10.0]}],
     }
     rounds = {"flower": [{"whole_s": [12.0]}, {"whole_s": [60.0]}], "ours": [{"whole_s": [3.0]}, {"whole_s": [20.0]}]}
     figures = bench_wire_peers.figures(
