@@ -117,7 +117,7 @@ def flower(root: Path, python: str) -> Outcome:
     app = HERE / "compare_nan_flower.py"
     deployment = peers.start_flower(root / "flower", python, root / "keys", app, len(DEVICES), {"result": str(result)})
     try:
-        status = peers.wait_for_flower(deployment, RUN_S)
+        status = peers.wait_for_flower(deployment, result, RUN_S)
         shares = json.loads(result.read_text()) if result.exists() else None
     finally:
         deployment.close()

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from contract.errors import DeviceError, UsageError
 
-START_S, STOP_S, POLL_S = 120.0, 20.0, 0.05
-ASK_S = 5.0  # between two questions whether a run is over
+START_S, STOP_S, POLL_S = 300.0, 20.0, 0.05
+ASK_S = 30.0  # between two questions whether a run is over
 PACKAGES = {"flower": "flwr", "nvflare": "nvflare"}
 LINES_SHOWN = 3
 NOT_GIVEN = "left out: no --{name} PYTHON was given, an interpreter that has {package}"
@@ -187,14 +187,19 @@ def start_flower(
     return flower
 
 
-def wait_for_flower(flower: Deployment, seconds: float) -> str:
-    """Until its run is over; how Flower says that it ended. Raises: DeviceError when it takes longer."""
+def wait_for_flower(flower: Deployment, result: Path, seconds: float) -> str:
+    """Until its run is over, which leaves a file; how Flower says that it ended. Raises: DeviceError when it is not.
+
+    Flower is seldom asked, as its command is a heavy program on a small machine.
+    """
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s:
+        ask_s = time.monotonic() + ASK_S
+        while not result.exists() and time.monotonic() < ask_s:
+            time.sleep(POLL_S)
         (run,) = json.loads(flower.run("flwr", "ls", "here", "--format", "json"))["runs"]
         if str(run["status"]).startswith("finished"):
             return str(run["status"])
-        time.sleep(ASK_S)
     raise DeviceError(f"the run is not over after {seconds:g} s", "look into the logs of the SuperNodes")
 
 
