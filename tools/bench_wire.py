@@ -201,6 +201,7 @@ def shown(name: str, value: object) -> str:
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    peers.stop_on_sigterm()
     sizes = Sizes(
         options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds,
         options.peer_exchanges,

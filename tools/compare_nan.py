@@ -142,6 +142,7 @@ def nvflare(root: Path, python: str) -> Outcome:
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    peers.stop_on_sigterm()
     pythons = {name: getattr(options, name) for name in peers.PACKAGES}
     for name, python in pythons.items():
         if python is not None:

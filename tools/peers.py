@@ -16,6 +16,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -63,6 +64,11 @@ def version_of(name: str, python: str) -> str:
     if done.returncode or len(words) != 2 or words[0] != "version":
         raise UsageError(f"--{name} {python} is no Python with {package}", cure)
     return words[1]
+
+
+def stop_on_sigterm() -> None:
+    """From now on SIGTERM ends this program as an exception does, so that what it started is stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Deployment:
