@@ -249,7 +249,7 @@ def check_metrics(metrics: str | None) -> tuple[str, int] | None:
         return None
     host, _, port = metrics.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536 and is_loopback(host)):
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536 and is_loopback(host)):
         raise ConfigError(
             f"metrics should be HOST:PORT of this machine, such as 127.0.0.1:9101, found {metrics!r}",
             "energy stays on the device: let an agent here collect it",
