@@ -107,14 +107,15 @@ FIELDS = (
     Field(
         "start_alpha",
         float,
-        -3.0,
-        "eeft: how much of each block's output is used at first, as the logit of a share: -3 means 0.05, 0 means 0.5",
+        3.0,
+        "eeft: how much of each block's output is used at first, as the logit of a share: 3 means 0.95; published: -3",
     ),  # fmt: skip
     Field(
         "start_skips",
         float,
-        1.0,
-        "eeft: how loud the bypasses are at first, 0 to 1; 0 with --start-alpha 3 starts with the model as it is",
+        0.0,
+        "eeft: how loud the bypasses are at first, 0 to 1; 0 leaves the model as it is until they are trained; "
+        "published: 1",
     ),  # fmt: skip
     Field(
         "peft",
