@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from contract import commands
-from contract.config import Resolved, find_file, resolve
+from contract.config import Resolved, check_inputs, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
@@ -99,6 +99,7 @@ def _serve(arguments: Sequence[str]) -> int:
     if flags["show_config"]:
         print(resolved.show())
         return 0
+    check_inputs(FIELDS, resolved)
     as_json = flags["format"] == "json"
     values = resolved.values
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
