@@ -8,6 +8,7 @@ follows from the door's name, the seed and its number, so `--door NAME --first N
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import tempfile
@@ -108,7 +109,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first input")
     parser.add_argument("--most", type=int, metavar="N", help="inputs of each door, at most")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default %(default)s")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not 0 < options.minutes < math.inf:  # NaN is neither
+        raise UsageError(f"--minutes {options.minutes:g} tries nothing, or has no end", "give a number above 0")
+    if options.most is not None and options.most < 1:
+        raise UsageError(f"--most {options.most} tries nothing", "give at least 1")
+    if options.first < 0:
+        raise UsageError(f"--first {options.first} is no input's number", "they begin at 0")
+    return options
 
 
 if __name__ == "__main__":

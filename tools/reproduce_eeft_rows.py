@@ -74,6 +74,10 @@ METHODS: Mapping[str, Method] = {
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
     "eeft-silent-alone": Method("eeft", SILENT, "0"),
     "eeft-silent-all": Method("eeft", SILENT, "inf"),
+    "eeft-silent-k1": Method("eeft", replace(SILENT, skips=1)),
+    "eeft-silent-k5": Method("eeft", replace(SILENT, skips=5)),
+    "eeft-silent-k7": Method("eeft", replace(SILENT, skips=7)),
+    "eeft-silent-ce": Method("eeft", replace(SILENT, complexity=0.0)),
 }
 COMPARED = (
     "eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-silent", "eeft-alpha3", "fedmtl", "masking",

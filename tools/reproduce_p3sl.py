@@ -37,7 +37,7 @@ from tools.reproduce_options import (
     texts,
     world_of,
 )
-from tools.reproduce_p3sl_rows import METHODS, NOISES, TABLE, P3slCell, P3slLaboratory, P3slRates
+from tools.reproduce_p3sl_rows import COPY, METHODS, NOISES, TABLE, P3slCell, P3slLaboratory, P3slRates
 from tools.reproduce_p3sl_table import compare, results_of, summarise
 from tools.reproduce_p3sl_world import P3slWorld, full_p3sl_world, leakage_table, quick_p3sl_world
 from tools.reproduce_report import document_head, gather, report
@@ -58,6 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     },
 }  # fmt: skip
 TEST_IMAGES = 2000
+USUAL = [method for method in METHODS if method != COPY]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,9 +95,9 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = study_parser("p3sl", __doc__)
     parser.add_argument("--models", type=texts, help="default: " + ",".join(MODELS["full"]))
-    parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
+    parser.add_argument("--methods", type=texts, default=USUAL, help=f"default: {','.join(USUAL)}; also: {COPY}")
     parser.add_argument("--noises", type=texts, default=list(NOISES), help="of the baselines (default: 2.5,table)")
-    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet (default: A)")
+    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet, such as A,B (default: A)")
     add_seeds(parser)
     parser.add_argument("--only", metavar="MODEL/METHOD/NOISE/ENVIRONMENT/SEED", help="one row")
     parser.add_argument("--epochs", type=int, help="default: 10")
@@ -163,7 +164,7 @@ def cells_of(options: argparse.Namespace) -> list[P3slCell]:
         for environment in options.environments
         for model in options.models
         for method in options.methods
-        for noise in (options.noises if method != "p3sl" else [TABLE])
+        for noise in (options.noises if METHODS[method] != "p3sl" else [TABLE])
     ]
 
 

@@ -20,13 +20,13 @@ import torch
 from torch.nn import functional
 
 from contract.errors import ConfigError
-from contract.image_folder import scan
-from contract.images import load_pixels, normalise, resize
+from contract.image_folder import ImageFile, scan
+from contract.images import ImageRule, load_pixels, normalise, resize
 from contract.training import TrainingCut
 from edge_runtime.choose_split import SplitCost
 from edge_runtime.install import Installed
 from server_runtime import backend as backends
-from server_runtime import strategies
+from server_runtime import norm_statistics, strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Metric, Settings, Site, State
 from tools.reproduce_devices import DeviceKind, Packages, make_device, part_opener
@@ -179,11 +179,14 @@ class SplitLaboratory:
     # -- judging W
 
     @torch.no_grad()
-    def judge(self, shipped: Shipped, state: State) -> float:
-        """W's share of hits on the test images, in evaluation mode."""
+    def judge(self, shipped: Shipped, state: State, statistics: torch.Tensor | None = None) -> float:
+        """W's share of hits on the test images, in evaluation mode; with images (n, 3, h, w) for `statistics`, after
+        its norms took theirs anew from these."""
         model = copy.deepcopy(shipped.module)
         model.load_state_dict(named(state, "backend."))
         head = {name: tensor.to(self.device) for name, tensor in named(state, "head.").items()}
+        if statistics is not None:
+            norm_statistics.retake(model, statistics, self.device)
         images, labels = self.tested
         model.eval()
         right = 0
@@ -197,9 +200,13 @@ class SplitLaboratory:
         """Normalised test images (n, 3, h, w) and class numbers (n,), on the CPU."""
         (rule,) = {each.manifest.image for each in self.packages.installed}
         files = scan(self._world.test_folder(), self._world.classes).images
-        pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
-        images = torch.from_numpy(normalise(np.stack(pixels), rule))
-        return images, torch.tensor([file.class_index for file in files])
+        return read_images(files, rule), torch.tensor([file.class_index for file in files])
+
+
+def read_images(files: Sequence[ImageFile], rule: ImageRule) -> torch.Tensor:
+    """Normalised images (n, 3, h, w), on the CPU."""
+    pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
+    return torch.from_numpy(normalise(np.stack(pixels), rule))
 
 
 def named(state: State, start: str) -> dict[str, torch.Tensor]:

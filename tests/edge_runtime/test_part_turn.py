@@ -120,7 +120,7 @@ def test_what_leaves_has_the_noise_and_what_is_trained_has_not(tmp_path: Path) -
 def test_an_image_has_a_draw_for_each_epoch_and_another_at_another_sigma() -> None:
     """Noise that stayed the same would cancel between two epochs; an epoch that is sent again must not be averaged."""
     noise, z, ids = CutNoise(bytes(32), bytes(32)), np.zeros((2, 3, 1), np.float32), [b"one", b"two"]
-    first = noise.add(z, ids, 2, 0.5, "epoch 1", "ask-1")
+    first = noise.add(z, ids, 2, 0.5, "epoch 1")
     assert np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 1", "ask-2"))
     assert not np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 2", "ask-1"))
     assert not np.array_equal(first[0], first[1])
