@@ -1,8 +1,8 @@
 """What of each image leaves with the activations of a part that is trained here: recorded before it is sent.
 
-Every epoch shows the image anew, by other weights. Without noise one line stands for all epochs of a package's cut; under
-noise each draw is counted, as whoever has many of them averages. Which patches go is `training_set`'s part, what names a
-draw `transforms.cut_noise`'s, the file `release_ledger`'s.
+Every epoch shows the image anew, by other weights. Without noise one line stands for all epochs of a package's cut;
+under noise each draw is counted, as whoever has many of them averages. Which patches go is `training_set`'s part, what
+names a draw `transforms.cut_noise`'s, the file `release_ledger`'s.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from pathlib import Path
 from contract.errors import DataError, DeviceError
 from edge_runtime.released_patches import UNKNOWN, share_shown
 
-# Kinds of releases of a part that the device trains. Each epoch shows the image anew, by other weights, and max_releases,
-# which counts draws before one frontend, does not cap them. Of a strength of noise there is one line for an image, and
-# another for each batch of each draw. The scale is a standard deviation.
+# Kinds of releases of a part that the device trains. Each epoch shows the image anew, by other weights, and
+# max_releases, which counts draws before one frontend, does not cap them. Of a strength of noise there is one line for
+# an image, and another for each batch of each draw. The scale is a standard deviation.
 WITHOUT_NOISE = "activations without noise"
 UNDER_NOISE = "activations under laplace noise, draws counted"
 UNCOUNTED = "activations under laplace noise"  # of an earlier version, which kept no count of its draws
@@ -57,8 +57,8 @@ def release_of(text: str, patches: str) -> Release:
 
 
 def pack_draw(sample_ids: Sequence[bytes], release_text: str, mark: str) -> bytes:
-    """`crc32<TAB>draw<TAB>package<TAB>cut<TAB>kind<TAB>scale<TAB>mark<TAB>wire ids, 16 bytes each, in Base64<LF>`: these
-    images get a draw of noise more; 22 bytes an image, as there is a line for each batch of each epoch."""
+    """`crc32<TAB>draw<TAB>package<TAB>cut<TAB>kind<TAB>scale<TAB>mark<TAB>wire ids in Base64<LF>`: these images get a
+    draw of noise more. As every batch of every epoch has such a line, an image takes no more than 22 bytes of it."""
     body = f"{_DRAW}\t{release_text}\t{mark}\t".encode() + base64.b64encode(b"".join(sample_ids))
     return b"%08x\t%s\n" % (zlib.crc32(body), body)
 
@@ -160,8 +160,9 @@ class ReleaseLedger:
         """All releases of this image on record, oldest first."""
         found = []
         for text, patches in self._released.get(sample_id, {}).items():
-            count, _ = self._draws.get((sample_id, text), (None, ""))
-            found.append(replace(release_of(text, patches), draws=count))
+            release = release_of(text, patches)
+            count = self._draws.get((sample_id, text), (0, ""))[0] if release.kind == UNDER_NOISE else None
+            found.append(replace(release, draws=count))
         return tuple(found)
 
     def share(self, sample_id: bytes) -> float:

@@ -101,10 +101,10 @@ def _serve(arguments: Sequence[str]) -> int:
     if flags["show_config"]:
         print(resolved.show())
         return 0
-    check_inputs(FIELDS, resolved)
     as_json = flags["format"] == "json"
     values = resolved.values
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
+    check_inputs(FIELDS, resolved)
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])
     check_given(values["strategy"], resolved.origin)

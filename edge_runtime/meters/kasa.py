@@ -285,7 +285,7 @@ def open_kasa(
                 f"the plug {plug.host} refuses the account of {plug.account.file}",
                 "correct its two lines, the e-mail address and the password of the plug's owner; capitals count",
             ) from error
-        return None, [f"kasa: {error}"]
+        return None, [f"kasa: {why(error)}"]
     return SampledMeter(sensor, SAMPLING), _keep_account(plug, sensor)
 
 
