@@ -325,3 +325,11 @@ def test_a_sync_with_nothing_left_to_send_is_done(
     else:
         assert said.out.startswith("nothing to send: ") and said.out.count("\n") == 1
     assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("stauts", "status"), ("enroll", "enrol"), ("install_service", "install-service")]
+)
+def test_a_mistyped_command_gets_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"no command '{typed}' of edge-run .did you mean '{meant}'"):
+        edge_run_or_command([typed, "--state", "x"])

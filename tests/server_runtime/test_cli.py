@@ -188,3 +188,8 @@ def test_to_revoke_or_restore_twice_is_no_mistake_and_is_said(
 
 def test_bytes_are_told_in_the_unit_that_shows_them() -> None:
     assert [size_in_words(count) for count in (0, 999, 20_480, 3_200_000)] == ["0 B", "999 B", "20.5 kB", "3.2 MB"]
+
+
+def test_a_mistyped_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["foget", "--device", "pi"]) == 2
+    assert "no command 'foget' of server-run (did you mean 'forget'?)" in capsys.readouterr().err
