@@ -124,6 +124,7 @@ def measure(sizes: Sizes, device_python: str, pythons: dict[str, str | None]) ->
         small, large, n = sizes.exchange_bytes, sizes.round_bytes, sizes.devices
         figures: dict[str, object] = {}
         with bench_wire_peers.started(started.root, started.keys, pythons, n) as others:
+            idle_bytes = {name: peer.client_bytes() for name, peer in others.items()}
             calls = {"bare": theirs(1, small, small, sizes.exchanges), "ours": ours(1, small, sizes.exchanges)}
             calls |= {name: partial(peer.exchange, 1, small, sizes.peer_exchanges) for name, peer in others.items()}
             for call in calls.values():
@@ -134,7 +135,7 @@ def measure(sizes: Sizes, device_python: str, pythons: dict[str, str | None]) ->
             rounds = take_turns(calls, sizes.rounds)
             figures["exchange"] = exchange_figures(exchanges)
             figures["round"] = duration_figures({name: rounds[name] for name in ("bare", "ours")})
-            figures["peers"] = bench_wire_peers.figures(others, pythons, exchanges, rounds, percentile)
+            figures["peers"] = bench_wire_peers.figures(others, pythons, exchanges, rounds, idle_bytes, percentile)
         uploads = {
             "bare": theirs(n, 0, large),
             "bare_fsync": theirs(n, 0, large, durable=True),
@@ -200,6 +201,7 @@ def shown(name: str, value: object) -> str:
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    peers.stop_on_sigterm()
     sizes = Sizes(
         options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds,
         options.peer_exchanges,

@@ -14,8 +14,10 @@ from pathlib import Path
 from contract.errors import DeviceError
 from tools import peers
 from tools.bench_wire_control import Control, Order
+from tools.bench_wire_memory import resident_bytes
 
 HERE = Path(__file__).parent
+CLIENT = {"flower": "supernode-0", "nvflare": "site-1"}
 RUNS = {
     "flower": "SuperLink and SuperNodes over TLS, a ServerApp that uses send_and_receive",
     "nvflare": "a POC's server and clients over mTLS, a ModelController that uses send_model_and_wait",
@@ -28,6 +30,7 @@ class Peer:
 
     version: str
     runs: str
+    client: str  # the name of one of its client programs
     control: Control
     deployment: peers.Deployment
 
@@ -46,6 +49,12 @@ class Peer:
             raise DeviceError(f"{answer['received_bytes']} bytes came back, not {expected}", cure)
         return answer
 
+    def client_bytes(self) -> int | None:
+        """Resident bytes of one client: its program and all that this has running; None where nobody says."""
+        each = [resident_bytes(pid) for pid in self.deployment.processes(self.client)]
+        known = [size for size in each if size is not None]
+        return sum(known) if len(known) == len(each) else None
+
 
 @contextmanager
 def started(root: Path, keys: Path, pythons: Mapping[str, str | None], clients: int) -> Iterator[dict[str, Peer]]:
@@ -63,7 +72,7 @@ def started(root: Path, keys: Path, pythons: Mapping[str, str | None], clients: 
                 else:
                     deployment = peers.start_nvflare(root / name, python, app, clients, config)
                 stack.callback(deployment.close)
-                found[name] = Peer(version, RUNS[name], control, deployment)
+                found[name] = Peer(version, RUNS[name], CLIENT[name], control, deployment)
         for name, peer in found.items():
             try:
                 peer.control.accept()
@@ -78,12 +87,14 @@ def figures(
     pythons: Mapping[str, str | None],
     exchanges: Mapping[str, list[Order]],
     rounds: Mapping[str, list[Order]],
+    client_bytes: Mapping[str, int | None],
     percentile: Callable[[list[float], float], float],
 ) -> dict[str, object]:
     """Of each peer: its exchange over all turns, its round, and how many times ours they take, within a turn.
 
-    `exchanges` and `rounds` hold the turns' answers by name, "ours" among them. A peer that was not started has the
-    reason in its place.
+    All are times from asking until the answers are there, in the process that asks: our torch process, a ServerApp, a
+    controller. `exchanges` and `rounds` hold the turns' answers by name, "ours" among them; `client_bytes` is what one
+    client takes before the first exchange. A peer that was not started has the reason in its place.
     """
     result: dict[str, object] = {}
     for name in pythons:
@@ -92,12 +103,13 @@ def figures(
             continue
         turns = [turn["whole_s"] for turn in exchanges[name]]
         all_s = [value for turn in turns for value in turn]
-        ours = [statistics.median(turn["boundary_s"]) for turn in exchanges["ours"]]
+        ours = [statistics.median(turn["whole_s"]) for turn in exchanges["ours"]]  # as the process that asks sees it
         whole = [sum(turn["whole_s"]) for turn in rounds[name]]
         ours_whole = [sum(turn["whole_s"]) for turn in rounds["ours"]]
         result[name] = {
             "version": found[name].version,
             "runs": found[name].runs,
+            "client_idle_bytes": client_bytes[name],
             "exchanges": len(all_s),
             "exchange_p50_s": percentile(all_s, 0.5),
             "exchange_p99_s": percentile(all_s, 0.99),

@@ -10,10 +10,13 @@ Stops what it started, by process id, with all that it started in turn (Linux: f
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +24,8 @@ from pathlib import Path
 
 from contract.errors import DeviceError, UsageError
 
-START_S, STOP_S, POLL_S = 120.0, 20.0, 0.05
+START_S, STOP_S, POLL_S = 300.0, 20.0, 0.05
+ASK_S = 30.0  # between two questions whether a run is over
 PACKAGES = {"flower": "flwr", "nvflare": "nvflare"}
 LINES_SHOWN = 3
 NOT_GIVEN = "left out: no --{name} PYTHON was given, an interpreter that has {package}"
@@ -62,6 +66,11 @@ def version_of(name: str, python: str) -> str:
     return words[1]
 
 
+def stop_on_sigterm() -> None:
+    """From now on SIGTERM ends this program as an exception does, so that what it started is stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 class Deployment:
     """Programs of a peer in a folder, which holds all that they write, and their logs."""
 
@@ -73,28 +82,29 @@ class Deployment:
         self._environment = kept | environment | {
             "HOME": str(folder), "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}"
         }  # fmt: skip
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self.submitted = ""  # what was said when the run or job was handed over
 
     def start(self, name: str, *words: object) -> None:
         """A program that stays, and logs to NAME.log."""
         with (self.folder / f"{name}.log").open("wb") as log:
-            self._started.append(
-                subprocess.Popen(
-                    [self._bin / str(words[0]), *map(str, words[1:])],
-                    cwd=self.folder,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            )
+            self._started[name] = subprocess.Popen(
+                [self._bin / str(words[0]), *map(str, words[1:])], cwd=self.folder, env=self._environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
-    def run(self, *words: object) -> str:
+    def processes(self, name: str) -> list[int]:
+        """Ids of a program that was started, and of what it has running."""
+        pid = self._started[name].pid
+        return [pid, *descendants(pid)]
+
+    def run(self, *words: object, timeout_s: float = START_S) -> str:
         """A command to its end; what it said. Raises: DeviceError when it fails."""
         try:
             done = subprocess.run(
                 [self._bin / str(words[0]), *map(str, words[1:])], cwd=self.folder, env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_S,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                timeout=timeout_s,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeviceError(f"{words[0]} {words[1]}: {error}", "run it by hand to see what it waits for") from error
@@ -109,7 +119,7 @@ class Deployment:
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
                 return
-            if any(program.poll() is not None for program in self._started) or time.monotonic() > deadline_s:
+            if any(program.poll() is not None for program in self._started.values()) or time.monotonic() > deadline_s:
                 logs = {path.name: path.read_text(errors="replace") for path in self.folder.glob("*.log")}
                 said = "; ".join(f"{name}: {text.strip()[-200:]}" for name, text in logs.items())
                 raise DeviceError(f"a program does not listen on port {port}: {said}", "run it by hand")
@@ -117,18 +127,18 @@ class Deployment:
 
     def close(self) -> None:
         """End every program, and whatever it started."""
-        trees = [pid for program in self._started for pid in descendants(program.pid)]
-        for program in self._started:
+        trees = [pid for program in self._started.values() for pid in descendants(program.pid)]
+        for program in self._started.values():
             if program.poll() is None:
                 program.send_signal(signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_S
-        for program in self._started:
+        for program in self._started.values():
             with suppress(subprocess.TimeoutExpired):
                 program.wait(max(0.0, deadline_s - time.monotonic()))
-        for pid in {*trees, *(program.pid for program in self._started if program.poll() is None)}:
+        for pid in {*trees, *(program.pid for program in self._started.values() if program.poll() is None)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for program in self._started:
+        for program in self._started.values():
             program.wait()
 
 
@@ -176,11 +186,37 @@ def start_flower(
         (folder / "app" / app.name).write_bytes(app.read_bytes())
         settings = "".join(f'{name} = "{value}"\n' for name, value in config.items())
         (folder / "app" / "pyproject.toml").write_text(_FLOWER_APP.format(module=app.stem) + settings)
-        flower.run("flwr", "run", folder / "app", "here")
+        flower.submitted = flower.run("flwr", "run", folder / "app", "here")
     except BaseException:
         flower.close()
         raise
     return flower
+
+
+def wait_for_flower(flower: Deployment, result: Path, seconds: float) -> str:
+    """Until its run is over, which leaves a file; how Flower says that it ended. Raises: DeviceError when it is not.
+
+    Flower is seldom asked, as its command is a heavy program on a small machine.
+    """
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        ask_s = time.monotonic() + ASK_S
+        while not result.exists() and time.monotonic() < ask_s:
+            time.sleep(POLL_S)
+        (run,) = json.loads(flower.run("flwr", "ls", "here", "--format", "json"))["runs"]
+        if str(run["status"]).startswith("finished"):
+            return str(run["status"])
+    raise DeviceError(f"the run is not over after {seconds:g} s", "look into the logs of the SuperNodes")
+
+
+def wait_for_nvflare(nvflare: Deployment, seconds: float) -> tuple[str, Path]:
+    """Until its job is over; how NVFlare says that it ended, and the folder of its results. Raises: DeviceError."""
+    (job,) = re.findall(r"job_id: (\S+)", nvflare.submitted)
+    (kit,) = (nvflare.folder / "poc").glob("*/prod_00/admin@nvidia.com")
+    wait = ("nvflare", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
+    said = nvflare.run(*wait, timeout_s=seconds + START_S)
+    nvflare.run("nvflare", "job", "download", job, "-o", nvflare.folder / "results", "--startup-kit", kit)
+    return said.strip().splitlines()[-1], nvflare.folder / "results"
 
 
 def start_nvflare(folder: Path, python: str, app: Path, clients: int, config: Mapping[str, str]) -> Deployment:
@@ -205,7 +241,7 @@ def start_nvflare(folder: Path, python: str, app: Path, clients: int, config: Ma
             nvflare.start(f"site-{number}", kit / f"site-{number}" / "startup" / "sub_start.sh", "--once")
         (job,) = (folder / "job").iterdir()
         admin = ("--startup-kit", kit / "admin@nvidia.com")
-        nvflare.run("nvflare", "--connect-timeout", START_S, "job", "submit", "-j", job, *admin)
+        nvflare.submitted = nvflare.run("nvflare", "--connect-timeout", START_S, "job", "submit", "-j", job, *admin)
     except BaseException:
         nvflare.close()
         raise

@@ -69,16 +69,19 @@ def test_an_interpreter_that_lacks_a_peer_is_a_usage_error(name: str) -> None:
 
 
 def test_a_peers_figures_are_made_within_a_turn() -> None:
-    found = {"flower": Peer("1.0", "as it runs", None, None)}  # type: ignore[arg-type]
+    found = {"flower": Peer("1.0", "as it runs", "client", None, None)}  # type: ignore[arg-type]
     exchanges = {  # the machine became ten times slower after the first turn
         "flower": [{"whole_s": [6.0, 8.0]}, {"whole_s": [70.0, 70.0]}],
-        "ours": [{"boundary_s": [1.0, 1.0, 5.0]}, {"boundary_s": [10.0]}],
+        "ours": [{"whole_s": [1.0, 1.0, 5.0]}, {"whole_s": [10.0]}],
     }
     rounds = {"flower": [{"whole_s": [12.0]}, {"whole_s": [60.0]}], "ours": [{"whole_s": [3.0]}, {"whole_s": [20.0]}]}
-    figures = bench_wire_peers.figures(found, {"flower": "python"}, exchanges, rounds, bench_wire.percentile)
+    figures = bench_wire_peers.figures(
+        found, {"flower": "python"}, exchanges, rounds, {"flower": 5}, bench_wire.percentile
+    )
     assert figures["flower"] == {
-        "version": "1.0", "runs": "as it runs", "exchanges": 4, "exchange_p50_s": 70.0, "exchange_p99_s": 70.0,
-        "exchange_times_ours": 7.0, "rounds": 2, "round_s": 36.0, "round_times_ours": 3.5,
+        "version": "1.0", "runs": "as it runs", "client_idle_bytes": 5, "exchanges": 4,
+        "exchange_p50_s": 70.0, "exchange_p99_s": 70.0, "exchange_times_ours": 7.0,
+        "rounds": 2, "round_s": 36.0, "round_times_ours": 3.5,
     }  # fmt: skip
 
 
