@@ -227,7 +227,7 @@ def test_flags_environment_and_file_are_merged_and_shown(
         (["--model", "vit_tinny_patch16_224", "-o", "front", "--tune", "none"], 2, "vit_tiny_patch16_224"),
         (["--model", "convnext_atto", "-o", "front", "--tune", "none"], 3, "no family that can be split"),
         (["--model", "vit_tiny_patch16_224", "-o", "front", "--signing-key", "absent.pem"], 2, "absent.pem"),
-        (["--model", "vit_tiny_patch16_224", "-o", "front", "--calibration", "absent"], 2, "there is no folder absent (calibration)"),
+        (["--model", "vit_tiny_patch16_224", "-o", "front", "--calibration", "absent"], 2, "no folder absent"),
     ],
 )
 def test_mistakes_are_one_line_of_cause_and_one_of_cure(
