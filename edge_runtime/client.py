@@ -31,6 +31,7 @@ from contract.errors import (
     RemoteProtocolError,
     TrainingError,
     UnreachableError,
+    why,
 )
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import is_loopback
@@ -324,7 +325,9 @@ def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
+        raise ConfigError(
+            f"the CA certificate {ca} cannot be used: {why(error, ca)}", "give --ca a PEM file"
+        ) from error
 
 
 def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:
