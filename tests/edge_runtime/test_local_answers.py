@@ -1,4 +1,4 @@
-"""What a device keeps to answer alone: learned in a run, from new images only, torn files told, classes that come later."""
+"""What a device keeps to answer alone: learned in a run, and anew from images and classes that come later."""
 
 from __future__ import annotations
 

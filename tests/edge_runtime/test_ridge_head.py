@@ -32,7 +32,7 @@ def test_it_is_the_minimum_of_the_penalised_squares() -> None:
     reference = np.linalg.solve(with_one.T @ with_one + penalties, with_one.T @ targets)  # (p + 1, C)
     weight, bias = Ridge(wide, targets).linear(penalty)
     np.testing.assert_allclose(weight * spread, reference[:-1].T, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(bias, reference[-1] , rtol=1e-8)
+    np.testing.assert_allclose(bias, reference[-1], rtol=1e-8)
 
 
 def test_separable_classes_are_told_apart_with_confidence() -> None:
