@@ -176,7 +176,7 @@ def equip_state(
             say(f"warning: {facts.int8_lost}")
         layout = installed.cut.tokens
         if purpose != "infer":
-            learner = Learner(state.local_head, basis, layout, dataset.classes, record, say)
+            learner = Learner(state.local_head, basis, layout, dataset, record, say)
         elif record is not None:
             answerer = Answerer(state.local_head, record, layout)
         sees = learner or answerer

@@ -35,12 +35,11 @@ def learn(config: DeviceConfig, stop: threading.Event, say: Callable[[str], None
         learner, worker = equipment.learner, equipment.worker
         if learner is None or not isinstance(worker, Worker):
             raise ConfigError(without_head(equipment), "use a package with a frozen frontend, or ask the server")
-        samples = equipment.dataset.samples
-        new = learner.missing(samples)
-        say(f"{len(new)} of {len(samples)} images are new here")
+        new = learner.missing()
+        say(f"{len(new)} of {len(equipment.dataset.samples)} images are new here")
         worker.look_at(new)
         with equipment.stages.measure("learn"):
-            learner.learn(samples)
+            learner.learn()
         return make_report(equipment, "learned", None, Talk(Traffic()), watch)
     except Stopped:
         return None

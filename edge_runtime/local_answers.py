@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.tokens import TokenLayout
-from edge_runtime.data import Sample
+from edge_runtime.data import Dataset, Sample
 from edge_runtime.head import Floats
-from edge_runtime.local_record import Basis, Compared, Facts, LocalRecord, from_bytes, to_bytes
+from edge_runtime.local_record import WIRE_ID_BYTES, Basis, Compared, Facts, LocalRecord, from_bytes, to_bytes
 from edge_runtime.ridge_head import fit, pool
 from edge_runtime.state import read_or_set_aside, write_durably
 
@@ -41,40 +41,46 @@ class Learner:
         path: Path,
         basis: Basis,
         layout: TokenLayout,
-        classes: Sequence[str],
+        dataset: Dataset,
         record: LocalRecord | None,
         say: Callable[[str], None],
     ) -> None:
-        """`record` is what was learned before, whose features need not be computed again."""
+        """`record` is what was learned before, whose features need not be computed again.
+
+        Of too many images the first are learned from: they come in the order of their ids, which says nothing of what
+        they show.
+        """
         self.record = record
-        self._path, self._basis, self._layout, self._classes, self._say = path, basis, layout, tuple(classes), say
-        self._features = {} if record is None else record.features()
+        self._path, self._basis, self._layout, self._say = path, basis, layout, say
+        self._classes, self._images = dataset.classes, len(dataset.samples)
+        self._samples = dataset.samples[:LEARNED_MOST]
+        known = {} if record is None else record.features()
+        wanted = (sample.sample_id for sample in self._samples)
+        self._features = {sample_id: known.get(sample_id) for sample_id in wanted}
 
     def see(self, samples: Sequence[Sample], tokens: NDArray[np.float16]) -> None:
         """Take what is needed of clean tokens (B, T, d)."""
         for sample, row in zip(samples, pool(tokens, self._layout), strict=True):
-            if len(self._features) < LEARNED_MOST or sample.sample_id in self._features:
+            if sample.sample_id in self._features:
                 self._features[sample.sample_id] = row
 
-    def missing(self, samples: Sequence[Sample]) -> list[Sample]:
+    def missing(self) -> list[Sample]:
         """Those that were never seen before, told by their pixels."""
-        return [sample for sample in chosen(samples) if sample.sample_id not in self._features]
+        return [sample for sample in self._samples if self._features[sample.sample_id] is None]
 
-    def learn(self, samples: Sequence[Sample]) -> None:
-        """The head of these labelled images, whose features were seen, durably; others are forgotten.
+    def learn(self) -> None:
+        """The head of these images, all of which were seen, durably; what was learned from others is forgotten.
 
         Raises: DeviceError when the disk refuses.
         """
-        learned = [sample for sample in chosen(samples) if sample.sample_id in self._features]
-        if len(learned) < len(samples):
-            self._say(f"the head that answers here learns from {len(learned)} of {len(samples)} images, its most")
-        labels = np.array([sample.label for sample in learned], np.int64)
-        pooled = np.stack([self._features[sample.sample_id] for sample in learned])
+        if len(self._samples) < self._images:
+            self._say(f"answers without a server are learned from {len(self._samples)} of {self._images} images")
+        labels = np.array([sample.label for sample in self._samples], np.int64)
+        pooled = np.stack([row for row in self._features.values() if row is not None])
         head = fit(pooled, labels, len(self._classes))
-        sample_ids = np.frombuffer(b"".join(sample.sample_id for sample in learned), np.uint8).reshape(-1, 16)
+        sample_ids = np.frombuffer(b"".join(self._features), np.uint8).reshape(-1, WIRE_ID_BYTES)
         facts = Facts(self._basis, self._classes, head.held_out_accuracy, head.held_out_images, None)
         self.record = LocalRecord(facts, head.weight, head.bias, sample_ids, pooled)
-        self._features = self.record.features()
         write_durably(self._path, to_bytes(self.record))
 
 
@@ -110,8 +116,3 @@ class Answerer:
         if compared != self.record.facts.compared:
             self.record = replace(self.record, facts=replace(self.record.facts, compared=compared))
             write_durably(self._path, to_bytes(self.record))
-
-
-def chosen(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Those to learn from: in the order of their ids, which says nothing of what they show."""
-    return samples[:LEARNED_MOST]

@@ -153,7 +153,7 @@ class Worker:
                 extract(self._bench.frontend, self.samples, path, self._ticking(bar))
             if self._learner is not None:
                 with self._stages.measure("learn"):
-                    self._learner.learn(self.samples)
+                    self._learner.learn()
             sources = self._retrieve(path, total, layout) if self._retrieves else None
 
             def tokens_of(start: int, count: int) -> NDArray[np.float16]:
@@ -177,6 +177,8 @@ class Worker:
     def look_at(self, samples: Sequence[Sample]) -> None:
         """Let the frontend run for what sees its tokens; nothing is released."""
         step = self._bench.frontend.engine.threads
+        if not samples:
+            return
         with (
             self._stages.measure("extract"),
             self._around.open_progress(len(samples), "features", "images") as bar,

@@ -200,8 +200,10 @@ def test_the_head_of_another_package_or_noise_does_not_answer(
 def test_more_images_than_it_can_learn_from_are_said(config: DeviceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_answers, "LEARNED_MOST", 8)
     report, said = learned(config)
-    assert any("learns from 8 of 12 images" in text for text in said)
+    assert "answers without a server are learned from 8 of 12 images" in said
     assert report.local is not None and report.local.images == 8
+    report, said = learned(replace(config, data=write_colours(config.state.parent / "others", COLOURS, 5, seed=3)))
+    assert "8 of 10 images are new here" in said and report.local is not None and report.local.images == 8
 
 
 def a_record() -> LocalRecord:
