@@ -20,7 +20,7 @@ from edge_runtime.local_record import WIRE_ID_BYTES, Basis, Compared, Facts, Loc
 from edge_runtime.ridge_head import fit, pool
 from edge_runtime.state import read_or_set_aside, write_durably
 
-LEARNED_MOST = 2000  # images; time goes by their cube
+LEARNED_MOST = 1000  # images; time goes by their cube, memory by their square
 LEARN = "run edge-run --learn with labelled images"
 
 

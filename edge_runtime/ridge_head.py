@@ -2,8 +2,8 @@
 
 Pure numpy. Of an image it takes the mean of the prefix tokens beside the mean of the patch tokens: p = 2 d values, d
 where a cut has no prefix. Penalty and steepness of the softmax go by images that were left out, in five parts drawn by
-a seed, each with as many of every class as it can have. Ridge won over logistic regression, and both means over either,
-where they were compared (docs/field.md). Keeping features and head is left to `local_answers`.
+a seed, each with as many of every class as it can have. How logistic regression and either mean alone compare is in
+docs/field.md. Keeping features and head is left to `local_answers`.
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ def test_separable_classes_are_told_apart_with_confidence() -> None:
 @pytest.mark.parametrize("distance", [0.3, 0.7])
 def test_accuracy_and_probability_are_those_of_new_images(distance: float) -> None:
     """Where classes overlap, what was left out tells what will be; and a probability is what it says."""
-    head = fit(*clouds(60, distance, seed=3), 4)
+    head = fit(*clouds(40, distance, seed=3), 4)
     x, labels = clouds(500, distance, seed=4)
     found = softmax(head.logits(x))
     share = float((found.argmax(axis=1) == labels).mean())
     assert 0.4 < share < 0.95
-    assert head.held_out_accuracy == pytest.approx(share, abs=0.08)
-    assert found.max(axis=1).mean() == pytest.approx(share, abs=0.08)
+    assert head.held_out_accuracy == pytest.approx(share, abs=0.1)
+    assert found.max(axis=1).mean() == pytest.approx(share, abs=0.1)
 
 
 def test_the_same_images_give_the_same_head() -> None:
