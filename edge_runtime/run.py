@@ -23,7 +23,7 @@ from contract.errors import ConfigError, RefusedError, UnreachableError
 from edge_runtime.answering import Answers, make_answers, told, without_head
 from edge_runtime.client import Client, Endpoint, Traffic, tls_context
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
-from edge_runtime.config import DeviceConfig, check_metrics
+from edge_runtime.config import DeviceConfig, check_metrics, read_sleep_command
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, equip, new_ask_id
 from edge_runtime.equip_images import Purpose
@@ -35,6 +35,7 @@ from edge_runtime.reconnect import Backoff
 from edge_runtime.report import Report
 from edge_runtime.run_report import Talk, make_report
 from edge_runtime.service import Notifier
+from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
@@ -163,9 +164,10 @@ async def converse(
         def on_rest(begins: bool) -> None:
             (stages.begin if begins else stages.end)("sleep")
 
+        sleeper = Sleeper(read_sleep_command(config.sleep_command), say)
         client = Client(
             endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest,
-            can_do_without=equipment.answerer is not None,
+            sleeper=sleeper, can_do_without=equipment.answerer is not None,
         )  # fmt: skip
         witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
         async with witness.shown(check_metrics(config.metrics), say):

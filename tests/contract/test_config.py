@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.config import REQUIRED, Field, find_file, load_toml, resolve
+from contract.config import REQUIRED, Field, check_inputs, find_file, load_toml, resolve
 from contract.errors import ConfigError
 
 FIELDS = [
@@ -92,6 +92,7 @@ def test_absolute_paths_in_a_file_stay(tmp_path: Path) -> None:
     [
         ("alpha = '0.1'", "alpha in FILE must be a finite number, found '0.1'"),
         ("alpha = nan", "alpha in FILE must be a finite number, found nan"),
+        ("alpha = 1" + "0" * 400, "alpha in FILE must be a finite number, found 1000"),
         ("alpha = true", "alpha in FILE must be a finite number, found True, true or false"),
         ("threads = 1.5", "threads in FILE must be an integer, found 1.5, a finite number"),
         ("threads = true", "threads in FILE must be an integer, found True"),
@@ -152,6 +153,8 @@ def test_a_missing_required_value_names_all_three_places(tmp_path: Path) -> None
         ("alpha = 0.1\n", "a key outside of sections: alpha"),
         ("device = 1\n", "device in FILE must be a section, found 1"),
         ("[device\n", "FILE is not valid TOML"),
+        ("[device]\nalpha = 1" + "0" * 5000, "FILE is not valid TOML"),
+        ("[device]\nextras = " + "[" * 5000, "FILE is not valid TOML"),
     ],
 )
 def test_unknown_names_in_a_file_are_refused(text: str, cause: str, tmp_path: Path) -> None:
@@ -229,3 +232,37 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "cutlayer.toml"
     path.write_bytes(b"\xef\xbb\xbf[device]\nalpha = 0.2\n")
     assert load_toml(path) == {"device": {"alpha": 0.2}}
+
+
+def test_a_folder_is_no_configuration_file_and_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--config should name a file, .* is a folder") as caught:
+        find_file(tmp_path, tmp_path, ("edge.toml", "cutlayer.toml"))
+    assert str(tmp_path / "edge.toml") in caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("reads", "name", "cause"),
+    [
+        ("file", "none", "there is no file none (table)"),
+        ("folder", "none", "there is no folder none (table)"),
+        ("file", "folder", "folder is a folder, expected a file (table)"),
+        ("folder", "file", "file is a file, expected a folder (table)"),
+        ("file", "file", ""),
+        ("folder", "folder", ""),
+    ],
+)
+def test_what_settings_name_is_looked_for(
+    reads: str, name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    fields = [Field("table", Path, None, "a table", reads=reads), Field("other", Path, None, "another", reads="file")]
+    resolved = resolve("device", fields, {"table": name}, {}, None)
+    check_inputs(fields, resolved, ["other"])  # which is not set
+    if not cause:
+        check_inputs(fields, resolved)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(fields, resolved)
+    assert (caught.value.cause, caught.value.cure) == (cause, "correct --table")
