@@ -54,6 +54,7 @@ class ClientLimits:
     goodbye_s: float = 3.0
     replaced: int = 3  # so often in a row may a newer session under this name take over
     lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
+    lost: int = 3  # connections in a row that brought nothing: the link is down, for a device that can do without
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
 
 
@@ -90,15 +91,18 @@ class Client:
         marks: LineMarks | None = None,
         on_rest: Callable[[bool], None] = lambda begins: None,
         sleeper: Sleeper | None = None,
+        can_do_without: bool = False,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
-        beginning and the end of a rest that the server gave this device, which `sleeper` spends."""
+        beginning and the end of a rest that the server gave this device, which `sleeper` spends. One that
+        `can_do_without` a server gives up after a few failures."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
-        self._on_tick, self._on_rest = on_tick, on_rest
+        self._on_tick, self._on_rest, self._can_do_without = on_tick, on_rest, can_do_without
+        self._lost = 0
         self._sleeper = sleeper or Sleeper((), say)
         self._rest_s: float | None = None
         self._wake = asyncio.Event()
@@ -110,8 +114,8 @@ class Client:
     async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
         """Stay with the server until the run is over, or `stop` is set.
 
-        Raises: UnreachableError with `once`; RefusedError, AuthError, ProtocolError when coming back is of no use;
-        TrainingError when the server gave up; what the worker raised.
+        Raises: UnreachableError with `once`, or for a device that can do without; RefusedError, AuthError,
+        ProtocolError when coming back is of no use; TrainingError when the server gave up; what the worker raised.
         """
         loop = asyncio.get_running_loop()
         self._delivery.on_change = lambda: wake(loop, self._wake)
@@ -137,7 +141,9 @@ class Client:
                 continue
             self._note_replaced(failure, lasted_s, progressed)
             told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
-            if once:
+            lasted = progressed or lasted_s >= self._limits.lasting_s or isinstance(failure, RefusedError)
+            self._lost = 0 if lasted else self._lost + 1
+            if once or (self._can_do_without and self._lost >= self._limits.lost):
                 raise UnreachableError(told.cause, told.cure) from failure
             retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
             wait_s, now_s = self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), time.monotonic()
