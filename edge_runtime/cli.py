@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from contract import commands
+from contract.config import check_inputs
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 from contract.output import check_output_file
@@ -141,6 +142,7 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     if arguments.show_config:
         print(resolved.show())
         return 0
+    check_inputs(FIELDS, resolved, {field.name for field in fields(config)})
     if isinstance(config, PreviewConfig):
         return show_preview(config, arguments)
     for name in ("budget", "until", "keep_mb"):

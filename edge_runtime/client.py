@@ -31,12 +31,14 @@ from contract.errors import (
     RemoteProtocolError,
     TrainingError,
     UnreachableError,
+    why,
 )
 from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
+from edge_runtime.sleeping import Sleeper
 from edge_runtime.standing import Link
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
@@ -87,15 +89,17 @@ class Client:
         limits: ClientLimits | None = None,
         marks: LineMarks | None = None,
         on_rest: Callable[[bool], None] = lambda begins: None,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
-        beginning and the end of a rest that the server gave this device."""
+        beginning and the end of a rest that the server gave this device, which `sleeper` spends."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
         self._on_tick, self._on_rest = on_tick, on_rest
+        self._sleeper = sleeper or Sleeper((), say)
         self._rest_s: float | None = None
         self._wake = asyncio.Event()
         self._connected = False
@@ -151,8 +155,7 @@ class Client:
         rest_s, self._rest_s = self._rest_s or 0.0, None
         self._say(f"not needed for {rest_s:.0f} s: disconnected until then")
         self._on_rest(True)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.wait(), rest_s)
+        await self._sleeper.rest(rest_s, stop)
         self._on_rest(False)
 
     def _is_worth_another_try(self, error: RefusedError | RemoteProtocolError) -> bool:
@@ -322,7 +325,9 @@ def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
+        raise ConfigError(
+            f"the CA certificate {ca} cannot be used: {why(error, ca)}", "give --ca a PEM file"
+        ) from error
 
 
 def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Where each value comes from is settled by contract.config; the signed manifest h
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
@@ -14,24 +15,40 @@ from urllib.parse import urlsplit
 
 from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.errors import ConfigError, suggest
+from contract.names import check_name
 from edge_runtime.choose_split import Preferences, read_floor
 
 SECTION = "device"
 FILES = ("edge.toml", "cutlayer.toml")
 LABEL_MODES = ("permuted-label", "logit-gradient", "client-head", "raw-label")
 NOISE_MODES = ("keyed", "fresh")
+NAME_CURE = "correct --name: it is the name that server-run claim was given"
 
 FIELDS = (
     Field("engine", str, REQUIRED, "the package folder, or DIR/front.onnx or DIR/front.plan in it"),
-    Field("data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer"),
+    Field(
+        "data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer", reads="folder"
+    ),
     Field("server", str, REQUIRED, "wss://host:port of the server (ws:// on this machine only)"),
-    Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher"),
-    Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's"),
-    Field("key", Path, REQUIRED, "this device's private key (PEM), whose public half the server has enrolled"),
+    Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher", reads="file"),
+    Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's", reads="file"),
+    Field(
+        "key",
+        Path,
+        REQUIRED,
+        "this device's private key (PEM), whose public half the server has enrolled",
+        reads="file",
+    ),
     Field("name", str, REQUIRED, "this device's name, as the server has enrolled it"),
     Field("state", Path, REQUIRED, "directory on a local disk where this device keeps its state"),
-    Field("site_secret", Path, None, "32 bytes that the devices of one site share; a device alone makes its own"),
-    Field("classes", Path, None, "class list, one a line; default: the class folders"),
+    Field(
+        "site_secret",
+        Path,
+        None,
+        "32 bytes that the devices of one site share; a device alone makes its own",
+        reads="file",
+    ),
+    Field("classes", Path, None, "class list, one a line; default: the class folders", reads="file"),
     Field("label_mode", str, "permuted-label", f"the one label mode this device accepts: {', '.join(LABEL_MODES)}"),
     Field(
         "noise",
@@ -46,9 +63,29 @@ FIELDS = (
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
     Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
-    Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
+    Field(
+        "energy_table",
+        Path,
+        None,
+        "P3SL: this device's table of edge-profile --train -o, to choose its split by",
+        reads="file",
+    ),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
+    Field(
+        "remeasure_s",
+        float,
+        60.0,
+        "P3SL: seconds to measure the energy table anew, once a turn's energy left it by a tenth or the device slowed "
+        "down; 0: it is only corrected where it was found wrong",
+    ),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
+    Field(
+        "sleep_command",
+        str,
+        None,
+        "P3SL: run between two turns to power down, with the seconds as its last argument, such as 'rtcwake -m mem "
+        "-s'; default: the device waits, awake",
+    ),
     Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
@@ -89,6 +126,8 @@ class DeviceConfig:
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
+    remeasure_s: float = 60.0
+    sleep_command: str | None = None
     sigma_floor: str = "0"
     split: int | None = None
 
@@ -135,6 +174,7 @@ def resolve_config(
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**values)
+    check_name(config.name, "the device's name", NAME_CURE)
     require_choice("label_mode", config.label_mode, LABEL_MODES)
     check_caps(config)
     check_protection(config)
@@ -142,8 +182,10 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_metrics(config.metrics)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
+    require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
     require_range("split", config.split, 1, 0xFFFF)
     read_floor(config.sigma_floor)
+    read_sleep_command(config.sleep_command)
     return config
 
 
@@ -236,6 +278,21 @@ def check_metrics(metrics: str | None) -> tuple[str, int] | None:
             "energy stays on the device: let an agent here collect it",
         )
     return host, int(port)
+
+
+def read_sleep_command(text: str | None) -> tuple[str, ...]:
+    """The words of a setting, none where there is none. Raises: ConfigError."""
+    if text is None:
+        return ()
+    try:
+        words = tuple(shlex.split(text))
+        if not words:
+            raise ValueError("it is empty")
+    except ValueError as error:
+        raise ConfigError(
+            f"sleep_command {text!r} is no command: {error}", 'write for example: --sleep-command "rtcwake -m mem -s"'
+        ) from error
+    return words
 
 
 def is_loopback(host: str) -> bool:

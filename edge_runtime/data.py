@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.errors import ConfigError, DataError
+from contract.errors import ConfigError, DataError, why
 from contract.image_folder import Folder, ImageFile, scan
 from contract.images import load_pixels, pixel_digest
 from contract.keyed_noise import wire_id
@@ -149,7 +149,7 @@ def read_class_list(path: Path, limits: DataLimits | None = None) -> tuple[str, 
         names = tuple(line.strip() for line in data.decode("utf-8-sig").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the class list {path} cannot be read: {error}", "give a UTF-8 text file, one class a line"
+            f"the class list {path} cannot be read: {why(error, path)}", "give a UTF-8 text file, one class a line"
         ) from error
     if not names or len(data) > limit_bytes:
         raise ConfigError(

@@ -27,7 +27,7 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
 from edge_runtime.delivery import check_stop
-from edge_runtime.engines import engine_names, open_engine
+from edge_runtime.engines import engine_names, offered_engines, open_engine
 from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
@@ -192,7 +192,9 @@ def equip_state(
 def check_required(choice: PackageChoice, required: str | None) -> None:
     """Raises: EngineError when another engine than the required one is sure to run; ConfigError for an unknown name."""
     if required is not None and required not in engine_names():
-        raise ConfigError(f"no engine is called {required!r}{suggest(required, engine_names())}", "correct --require")
+        raise ConfigError(
+            f"no engine is called {required!r}{suggest(required, offered_engines())}", "correct --require"
+        )
     if required is not None and choice.engine != required:
         raise EngineError(
             f"{required} is required (--require); {choice.fallback_reason or f'--engine names {choice.engine}'}",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError, SignatureError
+from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError, SignatureError, why
 from contract.images import normalise
 from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, of_package
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
@@ -99,7 +99,9 @@ def install(
             point(packages, CURRENT, staged.folder.name)
         shed_others(packages)
     except OSError as error:
-        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
+        raise DeviceError(
+            f"the package cannot be installed in {packages}: {why(error, packages)}", "make room on the disk"
+        ) from error
     return staged
 
 
@@ -140,7 +142,9 @@ def stage(
             finally:
                 shutil.rmtree(incoming, ignore_errors=True)
     except OSError as error:
-        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
+        raise DeviceError(
+            f"the package cannot be installed in {packages}: {why(error, packages)}", "make room on the disk"
+        ) from error
     return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db, training)
 
 
@@ -211,7 +215,7 @@ def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bo
         for record in manifest.files:
             check_file(folder / record.name, record, None)
     except (PackageError, OSError) as error:
-        say(f"the installed copy is damaged and is installed again: {error}")
+        say(f"the installed copy is damaged and is installed again: {why(error)}")
         return False
     return True
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from contract.errors import CutlayerError, DeviceError
+from contract.errors import CutlayerError, DeviceError, why
 
 SECRET_BYTES = 32
 PARTIAL_SUFFIX = ".partial"
@@ -173,7 +173,7 @@ def read_or_set_aside(path: Path, parse: Callable[[bytes], Parsed], say: Callabl
     except (OSError, ValueError, CutlayerError) as error:
         aside = path.with_name(path.name + ".bad")
         os.replace(path, aside)
-        say(f"{path.name} was unreadable ({error}); kept as {aside} and started afresh")
+        say(f"{path.name} was unreadable ({why(error, path)}); kept as {aside} and started afresh")
         return None
 
 

@@ -387,11 +387,11 @@ class QuickNoise:
     generator, for both kinds of draw, since no image is sent twice in an epoch here."""
 
     def __init__(self, noise: CutNoise) -> None:
-        self.floor = noise.floor
+        self.floor, self.draw_of = noise.floor, noise.draw_of
         self._rng = np.random.Generator(np.random.SFC64(list(noise.secret)))
 
     def add(
-        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, occasion: str, message: str
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
     ) -> NDArray[np.float32]:
         """As `CutNoise.add`."""
         if sigma == 0.0:

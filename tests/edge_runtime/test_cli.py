@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from contract.console import run_command
 from contract.errors import ConfigError, UsageError
-from edge_runtime.cli import edge_run, parser, print_report
+from edge_runtime.cli import edge_run, edge_run_or_command, parser, print_report
 from edge_runtime.config import FIELDS
 from edge_runtime.predictions import Prediction
 from edge_runtime.report import Report, to_csv, to_table
+from edge_runtime.state import open_state
 from tests.edge_runtime.fake_package import write_device, write_images, write_package
 
 ROOT = Path(__file__).parents[2]
@@ -275,3 +277,59 @@ def test_a_report_follows_a_link_and_leaves_a_pipe_a_pipe(tmp_path: Path) -> Non
     assert b'"kind": "edge-run"' in os.read(reader, 1 << 16)
     os.close(reader)
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["enrol", "--name", "a/b"], "the device's name 'a/b' is not a name"),
+        (["rotate-key", "--name", ".hidden"], "the device's name '.hidden' is not a name"),
+        (["--energy-table", "nofile", "--once"], "there is no file nofile (energy_table)"),
+        (["--classes", "nofile", "--once"], "there is no file nofile (classes)"),
+        (["--ca", "nofile", "--infer"], "there is no file nofile (ca)"),
+        (["--name", "a/b", "--once"], "the device's name 'a/b' is not a name"),
+        (
+            ["--require", "nonsense", "--once"],
+            "is called 'nonsense' (known: onnxruntime, openvino, tensorrt)",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_asked_or_made(
+    words: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_device(tmp_path, write_package(tmp_path / "front"), write_images(tmp_path / "images", {"a": 1}))
+    names = ("engine", "data", "server", "trust", "key", "name", "state")
+    Path("edge.toml").write_text("[device]\n" + "".join(f"{name} = '{getattr(config, name)}'\n" for name in names))
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("it connects"))
+    assert run_command(lambda: edge_run_or_command(words)) == 2
+    said = capsys.readouterr()
+    assert cause in said.err and "cure: " in said.err and not said.out
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_sync_with_nothing_left_to_send_is_done(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("it connects"))
+    words = ["sync", "--server", "ws://127.0.0.1:1", "--name", "pi", "--key", "none", "--state", str(tmp_path)]
+    assert run_command(lambda: edge_run_or_command(words)) == 2  # no state: a wrong path is no success
+    assert "is no state of a device" in capsys.readouterr().err
+    open_state(tmp_path).close()
+    assert run_command(lambda: edge_run_or_command([*words, "--format", form])) == 0
+    said = capsys.readouterr()
+    if form == "json":
+        told = json.loads(said.out)
+        assert (told["outcome"], told["run"], told["images"]) == ("nothing to send", None, 0)
+    else:
+        assert said.out.startswith("nothing to send: ") and said.out.count("\n") == 1
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("stauts", "status"), ("enroll", "enrol"), ("install_service", "install-service")]
+)
+def test_a_mistyped_command_gets_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"no command '{typed}' of edge-run .did you mean '{meant}'"):
+        edge_run_or_command([typed, "--state", "x"])
