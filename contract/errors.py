@@ -15,6 +15,7 @@ Printing them and leaving the program is `contract.console`'s part.
         DeviceError                 5   this device cannot do the work
             DataError               5   an image or an image folder cannot be used
             EngineError             5   the engine cannot be built or gives wrong values
+                TrialError          5   a package did not pass a check of its trial
         ProtocolError               6   the conversation went wrong
             LocalProtocolError      6   we broke the rules: a bug of this side
             RemoteProtocolError     6   they broke the rules: close the connection
@@ -103,6 +104,15 @@ class DataError(DeviceError):
 
 class EngineError(DeviceError):
     """The engine cannot be built, cannot run, or gives values that are not finite."""
+
+
+class TrialError(EngineError):
+    """A package was tried and did not pass; `reason` is the name of the check (`contract.messages.Reason`)."""
+
+    def __init__(self, cause: str, cure: str, reason: str = "engine") -> None:
+        super().__init__(cause, cure)
+        self.args = (cause, cure, reason)
+        self.reason = reason
 
 
 class ProtocolError(CutlayerError):

@@ -85,9 +85,9 @@ _HANDSHAKE = (
 _WORK = {
     Role.DEVICE: (
         *("features", "gradient", "checkpoints", "settled", "choice", "activations", "update"),
-        *("patch_features", "prototypes", "chunk", "heartbeat"),
+        *("patch_features", "prototypes", "fetch", "verdict", "chunk", "heartbeat"),
     ),
-    Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
+    Role.SERVER: ("ask", "scores", "offer", "piece", "chunk", "heartbeat"),
 }
 _NUMBERED = frozenset(kind for kinds in _WORK.values() for kind in kinds) - {"heartbeat"}
 _CARRYING_ACK = _NUMBERED | {"heartbeat", "bye"}
