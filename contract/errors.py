@@ -12,6 +12,7 @@ Printing them and leaving the program is `contract.console`'s part.
             SignatureError          4   its signature is missing, foreign or does not fit
             ManifestError           4   its manifest breaks the format
             RollbackError           4   it is older than the one installed
+            KindError               4   it holds something else than the one installed
         DeviceError                 5   this device cannot do the work
             DataError               5   an image or an image folder cannot be used
             EngineError             5   the engine cannot be built or gives wrong values
@@ -90,6 +91,10 @@ class ManifestError(PackageError):
 
 class RollbackError(PackageError):
     """The package is older than the one already installed."""
+
+
+class KindError(PackageError):
+    """The package holds parts to be trained where a frontend is installed, or the other way round."""
 
 
 class DeviceError(CutlayerError):

@@ -32,7 +32,7 @@ from contract.errors import (
     TrainingError,
     UnreachableError,
 )
-from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
+from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
 from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
@@ -307,7 +307,7 @@ def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 def final(outcome: Outcome) -> Outcome:
     """Raises: TrainingError when the server let this device go without having finished."""
-    if outcome.reason not in FINAL_REASONS:
+    if outcome.reason not in (*FINAL_REASONS, UPDATE):
         raise TrainingError(f"the server ended the run: {outcome.reason}", "look at the server's log and report")
     return outcome
 

@@ -26,6 +26,7 @@ from contract.errors import (
     CutlayerError,
     DeviceError,
     EngineError,
+    KindError,
     PackageError,
     RollbackError,
     SignatureError,
@@ -230,14 +231,14 @@ def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -
 
 
 def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
-    """Raises: PackageError when a frontend would take the place of parts to be trained, or the other way round."""
+    """Raises: KindError when a frontend would take the place of parts to be trained, or the other way round."""
     try:
         current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
     except (OSError, CutlayerError):
         return  # there is none, or it is damaged
     if bool(current.cuts) != bool(manifest.cuts):
         kinds = ("parts that devices train", "a frontend")
-        raise PackageError(
+        raise KindError(
             f"package {manifest.name} version {manifest.version} holds {kinds[bool(manifest.cuts)]}, and "
             f"{current.name}, which is current, {kinds[bool(current.cuts)]}: an update stays of one kind",
             "run it with edge-run --engine and a --state of its own",

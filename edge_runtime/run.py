@@ -1,5 +1,8 @@
 """One run of edge-run: equip on a thread, converse on the event loop, stop cleanly on a signal, report.
 
+A device that takes packages leaves the run for an offer when it has nothing to do, and goes on afterwards: to the run
+it is as if the device had been restarted.
+
 Signals: the first stops the run within seconds and it ends well; the second ends the program at once (DE-03).
 """
 
@@ -12,9 +15,10 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import psutil
 
@@ -22,7 +26,7 @@ from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError
 from contract.messages import Welcome
 from edge_runtime.client import Client, Endpoint, Traffic, tls_context
-from edge_runtime.conduct import FINAL_REASONS, Conduct
+from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers
 from edge_runtime.config import DeviceConfig, check_metrics
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
@@ -37,12 +41,16 @@ from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
+from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.witness import Witness
 from edge_runtime.worker import Worker
 
+OTHER_PACKAGE = "package"  # the server's code for a device whose package is not its run's
+AGAIN_S, LATER_S = 600.0, 60.0  # until a call that failed is made again; until it may be this device's turn
+T = TypeVar("T")
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
 
@@ -73,6 +81,59 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
     say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
+    offers = Offers() if purpose == "adapt" and takes_packages(config) else None
+    while True:
+        refused: RefusedError | None = None
+        report: Report | None = None
+        try:
+            report = await run_once(config, purpose, once, say, signals, offers)
+        except RefusedError as error:
+            if offers is None or error.code != OTHER_PACKAGE:
+                raise
+            refused = error  # the package that the server wants may be here, or to be had
+        if offers is None or signals.asked.is_set() or not (offers.heard or refused):
+            return report
+        taken = await unless_stopped(take(config, say), signals)
+        if refused is not None and taken in (Taken.NOTHING, Taken.READY):
+            raise refused
+        if taken is None or (report is not None and report.outcome != UPDATE):
+            return report
+        if refused is not None and taken in (Taken.FAILED, Taken.LATER):
+            if once:
+                raise refused
+            wait_s = AGAIN_S if taken is Taken.FAILED else LATER_S
+            say(f"{refused.cause}; asking again in {wait_s / 60:.0f} min")
+            await unless_stopped(asyncio.sleep(wait_s), signals)
+            if signals.asked.is_set():
+                return None
+        offers = Offers(time.monotonic() + AGAIN_S if taken is Taken.FAILED else 0.0)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:
+    """Its result; None when a signal came first, and it was cancelled."""
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(signals.asked.wait())
+    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
+async def run_once(
+    config: DeviceConfig,
+    purpose: Purpose,
+    once: bool,
+    say: Callable[[str], None],
+    signals: StopSignals,
+    offers: Offers | None,
+) -> Report | None:
+    """A run with the package that is current; None when stopped before it was ready.
+
+    Raises: CutlayerError of whatever failed.
+    """
     watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())
@@ -89,7 +150,7 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     try:
         if equipment.predicts_alone:
             return await in_worker(lambda: predict_alone(equipment, watch))
-        return await converse(equipment, signals, once, say, watch)
+        return await converse(equipment, signals, once, say, watch, offers=offers)
     finally:
         equipment.state.close()
 
@@ -119,12 +180,13 @@ async def converse(
     say: Callable[[str], None],
     watch: SlowdownWatch,
     marks: LineMarks | None = None,
+    offers: Offers | None = None,
 ) -> Report:
     """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
-    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window)
+    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window, offers)
     delivery = Delivery(equipment.worker, spool, draws_of(config), window, signals.thread_asked)
     with UploadBar(delivery, len(equipment.dataset.samples)) as bar:
 

@@ -27,7 +27,6 @@ import numpy as np
 from contract.errors import (
     CutlayerError,
     DataError,
-    DeviceError,
     EngineError,
     PackageError,
     TrialError,
@@ -96,6 +95,7 @@ def update(
     energy_now: Callable[[], float | None],
     say: Callable[[str], None],
     slot: str = CURRENT,
+    on_picture: Callable[[], None] = lambda: None,
 ) -> Updated:
     """Verify, try, and make it current, or `ready`; whatever fails the trial is put into quarantine and nothing else
     changes.
@@ -111,7 +111,7 @@ def update(
     try:
         staged = stage(source, packages, trusted, open_frontend, say, same_kind=True)
         before = current_name(packages)
-        slower, hungrier = _try(staged, packages, before, open_frontend, data, trial, energy_now)
+        slower, hungrier = _try(staged, packages, before, open_frontend, data, trial, energy_now, on_picture)
     except EngineError as error:
         if name is not None:
             _quarantine(packages, name, error.cause)
@@ -121,7 +121,7 @@ def update(
             f"rolled back: {error.cause}", f"{error.cure}; the package before stays current", reason
         ) from error
     except CutlayerError:  # it was not let in, or could not be tried: nothing is known of it
-        _forget_attempt(packages)
+        forget_attempt(packages)
         raise
     put(packages, staged.folder.name, slot)
     (packages / ATTEMPT).unlink(missing_ok=True)
@@ -173,6 +173,7 @@ def _try(
     data: Path,
     trial: Trial,
     energy_now: Callable[[], float | None],
+    on_picture: Callable[[], None],
 ) -> tuple[float | None, float | None]:
     """How much slower and hungrier it is. Raises: EngineError when that, or what it computes, is not put up with."""
     if not staged.manifest.cuts:
@@ -180,22 +181,19 @@ def _try(
     pictures = readable(data, staged.manifest.image.max_pixels, trial.images)
     if not pictures:
         raise DataError(f"there is no picture in {data} to try the package on", "give --data the images of this site")
-    tried = open_frontend(staged.onnx)
-    new = measure(tried, staged.manifest, pictures, energy_now)
     old_folder = None if before in (None, staged.folder.name) else packages / str(before)
-    if old_folder is None:
-        return None, None
-    try:
-        manifest = from_bytes((old_folder / "manifest.json").read_bytes())
-        known = open_frontend(old_folder / manifest.cuts[0].onnx)
-        old = measure(known, manifest, pictures, energy_now)
-        for _ in range(1, MEASURED_MOST):
-            if new.seconds <= trial.slower * old.seconds:
-                break
-            new = measure(tried, staged.manifest, pictures, energy_now)
-            old = measure(known, manifest, pictures, energy_now)
-    except (CutlayerError, OSError, IndexError):
-        return None, None  # it cannot be compared with what does not run
+    for _ in range(MEASURED_MOST):  # one engine at a time: a small device has no room for two
+        new = measure(open_frontend(staged.onnx), staged.manifest, pictures, energy_now, on_picture)
+        if old_folder is None:
+            return None, None
+        try:
+            manifest = from_bytes((old_folder / "manifest.json").read_bytes())
+            frontend = open_frontend(old_folder / manifest.cuts[0].onnx)
+            old = measure(frontend, manifest, pictures, energy_now, on_picture)
+        except (CutlayerError, OSError, IndexError):
+            return None, None  # it cannot be compared with what does not run
+        if new.seconds <= trial.slower * old.seconds:
+            break
     slower = new.seconds / old.seconds
     metered = new.energy_j is not None and old.energy_j is not None and old.energy_j > 0.0
     hungrier = new.energy_j / old.energy_j if metered else None  # type: ignore[operator]
@@ -227,7 +225,11 @@ def readable(data: Path, max_pixels: int, most: int) -> list[Path]:
 
 
 def measure(
-    engine: Engine, manifest: Manifest, pictures: Sequence[Path], energy_now: Callable[[], float | None]
+    engine: Engine,
+    manifest: Manifest,
+    pictures: Sequence[Path],
+    energy_now: Callable[[], float | None],
+    on_picture: Callable[[], None] = lambda: None,
 ) -> Cost:
     """Run pictures one by one; the first of them twice, as it pays for what is made once.
 
@@ -240,6 +242,7 @@ def measure(
         if number == 1:
             began_s, began_j = time.monotonic(), energy_now()
         tokens.append(engine.run(batch))
+        on_picture()
         if not np.isfinite(tokens[-1]).all():
             raise TrialError(
                 f"picture {number} of the site gives values that are not finite", "export the package again",
@@ -268,7 +271,7 @@ def _attempts(packages: Path, name: str) -> int:
         return 0
 
 
-def _forget_attempt(packages: Path) -> None:
+def forget_attempt(packages: Path) -> None:
     """Nothing stays of a package that was neither taken nor found bad: its version must not bar the current one."""
     name = attempted(packages)
     if name is not None and name not in {current_name(packages, link) for link in (CURRENT, PREVIOUS, READY)}:
@@ -278,7 +281,7 @@ def _forget_attempt(packages: Path) -> None:
 
 def _note_attempt(packages: Path, name: str) -> None:
     if attempted(packages) not in (None, name):
-        _forget_attempt(packages)
+        forget_attempt(packages)
     noted = {"digest": name, "count": _attempts(packages, name) + 1}
     write_durably(packages / ATTEMPT, json.dumps(noted).encode())
 

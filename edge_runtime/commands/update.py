@@ -19,7 +19,9 @@ def configure(parser: ArgumentParser) -> None:
     """Which package, what it is tried on, and what is put up with."""
     add_settings(parser, "state", "trust", "data", "threads")
     parser.add_argument("package", type=Path, nargs="?", help="its folder")
-    parser.add_argument("--back", action="store_true", help="make the package before current again, and never try the present one again")
+    parser.add_argument(
+        "--back", action="store_true", help="make the package before current again, and ban the present one"
+    )
     parser.add_argument("--images", type=int, default=16, metavar="N", help="pictures to try (default: %(default)s)")
     parser.add_argument(
         "--slower",
