@@ -270,6 +270,11 @@ class Session:
         """Whether `frames_to_send` would give any."""
         return bool(self._queue) or self._ack_is_due()
 
+    @property
+    def is_amid_sending(self) -> bool:
+        """Whether frames that `frames_to_send` gave are to be followed by others of the same message."""
+        return bool(self._queue)
+
     def _ack_is_due(self) -> bool:
         return self._ack_due_s is not None and self._now_s >= self._ack_due_s and self.state is State.OPEN
 

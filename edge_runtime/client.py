@@ -32,6 +32,7 @@ from contract.errors import (
     TrainingError,
     UnreachableError,
 )
+from edge_runtime.allowance import CONNECTION_BYTES, Allowance, BudgetSpent
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Outcome
 from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
@@ -52,6 +53,7 @@ class ClientLimits:
     goodbye_s: float = 3.0
     replaced: int = 3  # so often in a row may a newer session under this name take over
     lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
+    save_up_s: float = 30.0  # between two looks whether a new day has begun
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
 
 
@@ -87,18 +89,20 @@ class Client:
         limits: ClientLimits | None = None,
         marks: LineMarks | None = None,
         on_rest: Callable[[bool], None] = lambda begins: None,
+        allowance: Allowance | None = None,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
-        beginning and the end of a rest that the server gave this device."""
+        beginning and the end of a rest that the server gave this device. `allowance` None: bytes cost nothing."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
         self._on_tick, self._on_rest = on_tick, on_rest
+        self._allowance = allowance
         self._rest_s: float | None = None
         self._wake = asyncio.Event()
-        self._connected = False
+        self._connected, self._leaving = False, False
         self._replaced = 0
         self._broken, self._broken_at = 0, 0  # conversations, and what was acknowledged by then
         self._status = ""
@@ -113,6 +117,10 @@ class Client:
         self._delivery.on_change = lambda: wake(loop, self._wake)
         context = tls_context(self._endpoint.server, self._endpoint.ca)
         while True:
+            if self._allowance is not None and self._allowance.is_spent:
+                await self._save_up(self._allowance, stop, once)
+                if stop.is_set():
+                    return Outcome("stopped", True)
             started_s = time.monotonic()
             try:
                 await self._unless_stopped(self._connect(context, stop), stop)
@@ -121,6 +129,12 @@ class Client:
                 if once or not self._is_worth_another_try(error):
                     raise
                 failure = error
+            except BudgetSpent:
+                assert self._allowance is not None
+                self._allowance.exhaust()
+                if self._conduct.outcome is not None:
+                    return final(self._conduct.outcome)
+                continue
             except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
                 failure = error
             lasted_s, progressed = time.monotonic() - started_s, self._conduct.take_progress()
@@ -145,6 +159,23 @@ class Client:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
+
+    async def _save_up(self, allowance: Allowance, stop: asyncio.Event, once: bool) -> None:
+        """Stay away until there is something to spend; the worker goes on meanwhile, into its spool.
+
+        Raises: UnreachableError with `once`.
+        """
+        cause, cure = allowance.in_words()
+        if once:
+            raise UnreachableError(cause, cure)
+        self._say(f"{cause} ({cure})")
+        now_s = time.monotonic()
+        since_s = now_s if self.link.connected else self.link.since_s
+        while allowance.is_spent and not stop.is_set():  # looked at often: the clock may be set meanwhile
+            wait_s = allowance.wait_s()
+            self.link = Link(False, since_s, *allowance.in_words(), time.monotonic() + wait_s)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(self._limits.save_up_s, wait_s + 0.1))
 
     async def _rest(self, stop: asyncio.Event) -> None:
         """Stay away for as long as the server can do without this device."""
@@ -200,9 +231,11 @@ class Client:
 
     async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
         async with connect(self._endpoint.server, **self._options(context)) as socket:
-            self._connected = True
+            self._connected, self._leaving = True, False
             self.link = Link(True, time.monotonic())
             self.traffic.connections += 1
+            if self._allowance is not None:
+                self._allowance.count(CONNECTION_BYTES)
             self._conduct.connect(channel_binding(socket))
             tasks = [
                 asyncio.create_task(work) for work in (self._read(socket), self._write(socket, stop), self._tick())
@@ -214,6 +247,10 @@ class Client:
                     raise next((error for error in errors if isinstance(error, CutlayerError)), errors[0])
             except CutlayerError as error:
                 await self._say_goodbye(socket, error.code if isinstance(error, RefusedError) else "error")
+                raise
+            except BudgetSpent:
+                if not self._conduct.is_amid_sending:  # else what follows would make no sense without what was left out
+                    await self._say_goodbye(socket, "budget")
                 raise
             finally:
                 self._connected = False
@@ -236,6 +273,10 @@ class Client:
                     "the server sent text, expected binary frames", "check that --server is a Cutlayer server"
                 )
             self.traffic.received_bytes += len(frame)
+            if self._allowance is not None:
+                self._allowance.count(len(frame))
+                if not self._allowance.allows(1):
+                    raise BudgetSpent
             orders = self._conduct.receive(frame, time.monotonic())
             for order in orders:
                 assert self._conduct.welcome is not None
@@ -284,6 +325,10 @@ class Client:
     async def _flush(self, socket: ClientConnection) -> None:
         while frames := self._conduct.frames_to_send():
             for frame in frames:
+                if self._allowance is not None:
+                    if not self._leaving and not self._allowance.allows(len(frame)):
+                        raise BudgetSpent
+                    self._allowance.count(len(frame))
                 await socket.send(frame)
                 self.traffic.sent_bytes += len(frame)
         if self._marks is not None and self._conduct.is_all_sent and self._marks.wants_arrival():
@@ -291,6 +336,7 @@ class Client:
 
     async def _say_goodbye(self, socket: ClientConnection, reason: str) -> None:
         self._conduct.leave(reason)
+        self._leaving = True
         with suppress(WebSocketException, OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._flush(socket), self._limits.goodbye_s)
 

@@ -108,6 +108,11 @@ class Conduct:
         return self._session.is_amid_message
 
     @property
+    def is_amid_sending(self) -> bool:
+        """Whether frames of a message wait behind others of it that were given out."""
+        return self._session.is_amid_sending
+
+    @property
     def is_all_sent(self) -> bool:
         """Whether every message of the spool was written out on this connection."""
         return self.is_open and self._sent + 1 >= self._spool.next_seq

@@ -44,6 +44,7 @@ FIELDS = (
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
+    Field("max_mb_per_day", float, None, "most MB that may go over the network in a day, both ways; default: no limit"),
     Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
@@ -84,6 +85,7 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
+    max_mb_per_day: float | None = None
     metrics: str | None = None
     require: str | None = None
     energy_table: Path | None = None
@@ -140,6 +142,7 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_protection(config)
     check_server(config.server)
     check_metrics(config.metrics)
+    require_range("max_mb_per_day", config.max_mb_per_day, 0.1, 1e9)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
     require_range("split", config.split, 1, 0xFFFF)

@@ -25,6 +25,7 @@ import psutil
 from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError
 from contract.messages import Welcome
+from edge_runtime.allowance import Allowance, open_allowance
 from edge_runtime.client import Client, Endpoint, Traffic, tls_context
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers
 from edge_runtime.config import DeviceConfig, check_metrics
@@ -197,14 +198,18 @@ async def converse(
                 stages.end("upload")
 
         endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
+        allowance = open_allowance(equipment.state.root, config.max_mb_per_day, equipment.clock_floor, say)
 
         def on_rest(begins: bool) -> None:
             (stages.begin if begins else stages.end)("sleep")
 
         client = Client(
-            endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest
+            endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest,
+            allowance=allowance,
+        )  # fmt: skip
+        witness = Witness(
+            equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say, allowance)
         )
-        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
             try:
@@ -213,6 +218,8 @@ async def converse(
                 watching.cancel()
                 witness.write()  # its last words, for edge-run status and report
                 delivery.close()
+                if allowance is not None:
+                    allowance.close()
         on_tick()
     for stage in ("upload", "predict"):
         stages.end(stage)
@@ -246,6 +253,7 @@ def standing_of(
     delivery: Delivery,
     spool: Spool,
     say: Callable[[str], None],
+    allowance: Allowance | None,
 ) -> Callable[[], Standing]:
     """Looks at a conversation, whenever it is called."""
     began_s, boot, process = time.monotonic(), boot_id(), psutil.Process()
@@ -280,6 +288,8 @@ def standing_of(
             rss_bytes=process.memory_info().rss,
             package_digest=equipment.terms.package_digest,
             label_mode=equipment.terms.label_mode,
+            budget_bytes=None if allowance is None else allowance.limit_bytes,
+            budget_spent_bytes=None if allowance is None else allowance.spent_bytes,
             recent=say.recent if isinstance(say, Recorder) else (),
         )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from contract.errors import ConfigError, DeviceError
 from contract.signature import key_id, load_private, sign_raw
+from edge_runtime.allowance import Allowance, open_allowance
 from edge_runtime.client import Client, Endpoint
 from edge_runtime.conduct import Conduct, Identity
 from edge_runtime.delivery import Delivery
@@ -36,6 +37,7 @@ class Errand:
     state: Path | None
     spool: Path | None
     once: bool
+    max_mb_per_day: float | None = None  # of this device's own state
 
 
 async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
@@ -49,17 +51,25 @@ async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
         return await _send(errand, identity, errand.spool, errand.spool / "outbox", say)
     assert errand.state is not None  # the command asks for one of the two
     state = open_state(errand.state)
+    allowance = open_allowance(state.root, errand.max_mb_per_day, BUILT, say)
     try:
-        done = await _send(errand, identity, state.root / FOLDER, state.spool / "adapt", say)
+        done = await _send(errand, identity, state.root / FOLDER, state.spool / "adapt", say, allowance)
         if done["outcome"] == "collected":
             shutil.rmtree(state.root / FOLDER)
         return done
     finally:
+        if allowance is not None:
+            allowance.close()
         state.close()
 
 
 async def _send(
-    errand: Errand, identity: Identity, folder: Path, outbox: Path, say: Callable[[str], None]
+    errand: Errand,
+    identity: Identity,
+    folder: Path,
+    outbox: Path,
+    say: Callable[[str], None],
+    allowance: Allowance | None = None,
 ) -> dict[str, object]:
     record = read_record(folder)
     if record.device != errand.device:
@@ -90,8 +100,9 @@ async def _send(
 
     watching = asyncio.create_task(stop_either())
     client = Client(
-        Endpoint(errand.server, errand.ca, BUILT), conduct, delivery, Backoff(random.Random()), say, on_tick
-    )
+        Endpoint(errand.server, errand.ca, BUILT), conduct, delivery, Backoff(random.Random()), say, on_tick,
+        allowance=allowance,
+    )  # fmt: skip
     try:
         outcome = await client.run(ended, errand.once)
     finally:

@@ -37,6 +37,7 @@ from contract.errors import (
 from contract.manifest import MANIFEST_NAME, Manifest, digest
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
+from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
 from edge_runtime.client import Endpoint
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
@@ -83,16 +84,19 @@ def takes_packages(config: DeviceConfig) -> bool:
     return os.path.abspath(folder) == os.path.abspath(config.state / "packages" / CURRENT)
 
 
-async def take(
-    config: DeviceConfig, say: Callable[[str], None], on_bytes: Callable[[int], None] = lambda count: None
-) -> Taken:
+async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
     """Call on the server: say what is to be said, take what it offers, make current what its run wants.
 
     Raises: CutlayerError where this device's own files are not in order; RefusedError, AuthError.
     """
     state = open_state(config.state)
+    allowance = open_allowance(state.root, config.max_mb_per_day, BUILT, say)
     try:
-        return await _Taker(config, state, say, on_bytes).call()
+        return await _Taker(config, state, say, allowance).call()
+    except BudgetSpent:
+        assert allowance is not None
+        say(f"no package was taken: {allowance.in_words()[0]}")
+        return Taken.FAILED
     except (OSError, ssl.SSLError, WebSocketException, asyncio.TimeoutError, ProtocolError) as error:
         told = explain(error, config.server, datetime.now(timezone.utc), BUILT)
         say(f"no package was taken: {told.cause} ({told.cure})")
@@ -101,6 +105,8 @@ async def take(
         forget_attempt(state.packages)  # stopped on purpose: that says nothing of the package
         raise
     finally:
+        if allowance is not None:
+            allowance.close()
         state.close()
 
 
@@ -108,13 +114,13 @@ class _Taker:
     """One call."""
 
     def __init__(
-        self, config: DeviceConfig, state: State, say: Callable[[str], None], on_bytes: Callable[[int], None]
+        self, config: DeviceConfig, state: State, say: Callable[[str], None], allowance: Allowance | None
     ) -> None:
         self._config, self._state, self._say = config, state, say
         key, publisher = load_private(config.key), load_public(config.trust)
         self._trusted: Mapping[str, PublicKey] = {key_id(publisher): publisher}
         self._dog = Notifier()
-        self._count = on_bytes
+        self._allowance = allowance
         self._caller = Caller(
             Endpoint(config.server, config.ca, BUILT),
             Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data)),
@@ -154,8 +160,14 @@ class _Taker:
         self._path.unlink(missing_ok=True)
 
     def _on_bytes(self, count: int) -> None:
+        """What came or goes, of a connection as well. Raises: BudgetSpent."""
         self._dog.tell("WATCHDOG=1")
-        self._count(count)
+        if self._allowance is not None:
+            allowed = self._allowance.allows(count)
+            self._allowance.count(count)
+            if not allowed:
+                self._allowance.exhaust()
+                raise BudgetSpent
 
     def _begin(self, offer: Offer) -> Fetched | Verdict:
         """What is known of an offer already, or where its files go."""

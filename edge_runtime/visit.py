@@ -32,6 +32,7 @@ from contract.messages import (
 )
 from contract.session import Acknowledged, Received, Role, Session, SessionLimits
 from contract.signature import proof_payload
+from edge_runtime.allowance import CONNECTION_BYTES
 from edge_runtime.client import Endpoint, channel_binding, socket_options, tls_context
 from edge_runtime.conduct import Identity, refused
 from edge_runtime.fetching import Fetched
@@ -66,10 +67,11 @@ async def visit(
 ) -> Visited:
     """Say `told`, if anything; fetch what is offered, unless `begin` knows already what is to be said of it.
 
-    It returns once what was said is kept by the server.
-    Raises: what a socket raises; RefusedError, AuthError, ProtocolError; as `Fetched.next` and `put`.
+    It returns once what was said is kept by the server. `on_bytes` is told what comes, and what goes before it does.
+    Raises: what `on_bytes` and a socket raises; RefusedError, AuthError, ProtocolError; as `Fetched.next` and `put`.
     """
     endpoint = caller.endpoint
+    on_bytes(CONNECTION_BYTES)
     context = tls_context(endpoint.server, endpoint.ca)
     async with connect(endpoint.server, **socket_options(endpoint.server, context)) as socket:
         talk = _Talk(socket, on_bytes)
@@ -157,5 +159,5 @@ class _Talk:
     async def _flush(self) -> None:
         while frames := self._session.frames_to_send():
             for frame in frames:
-                await self._socket.send(frame)
                 self._on_bytes(len(frame))
+                await self._socket.send(frame)

@@ -13,7 +13,7 @@ from edge_runtime.config import check_server
 
 def configure(parser: ArgumentParser) -> None:
     """Where the server is, whose features, and from where."""
-    add_settings(parser, "server", "ca", "name", "key", "state")
+    add_settings(parser, "server", "ca", "name", "key", "state", "max_mb_per_day")
     parser.add_argument(
         "--spool",
         type=Path,
@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     values = settle(arguments, *needed)
     check_server(values["server"])
     errand = Errand(
-        values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once
-    )
+        values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once,
+        values["max_mb_per_day"],
+    )  # fmt: skip
     done = asyncio.run(sync(errand, say))
     if arguments.format == "json":
         print_document("edge-run-sync", done)

@@ -562,9 +562,9 @@ def test_an_offer_is_taken_when_there_is_nothing_to_do_and_not_before(
     line.run(lambda: line.server.images == 12 and line.spool.acknowledged + 1 == line.spool.next_seq)
     assert line.server.hello is not None and line.server.hello.features == ("updates",) and offers.heard
     idle, busy = Heartbeat(1, False, "an ask", 9.0), Heartbeat(1, True, "", 0.0)
-    line.conduct.tick(100.0, busy)
-    line.conduct.tick(104.0, idle)
+    line.conduct.tick(20.0, busy)
+    line.conduct.tick(24.0, idle)
     assert line.conduct.outcome is None
-    line.conduct.tick(105.5, idle)
+    line.conduct.tick(25.5, idle)
     assert line.conduct.outcome is not None and line.conduct.outcome.reason == "update"
     line.close()

@@ -34,14 +34,20 @@ def next_version(package: Path, target: Path, spoil: bool = False) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
         files = tuple(dataclasses.replace(f, sha256=sha256) if f.name == golden.name else f for f in files)
     changed = dataclasses.replace(manifest, version=manifest.version + 1, files=files)
-    data_ = manifests.to_bytes(changed)
-    (target / "manifest.json").write_bytes(data_)
-    (target / "manifest.sig").write_bytes(sign(load_private(package / "keys" / "publisher.key"), data_))
-    return manifests.digest(data_).hex()
+    signed = manifests.to_bytes(changed)
+    (target / "manifest.json").write_bytes(signed)
+    (target / "manifest.sig").write_bytes(sign(load_private(package / "keys" / "publisher.key"), signed))
+    before, now = (
+        manifests.digest(each).hex() for each in ((package / "front" / "manifest.json").read_bytes(), signed)
+    )
+    backend = target.with_name(target.name + ".backend")
+    (backend / "manifest.json").write_bytes(signed)
+    (backend / "export.json").write_text((backend / "export.json").read_text().replace(before, now))
+    return now
 
 
 def status(deployment: Deployment) -> dict[str, str | None]:
-    words = [BIN / "server-status", "--runs", deployment.root / "runs", "--format", "json"]
+    words = [BIN / "python", "-m", "server_runtime.status_cli", "--runs", deployment.root / "runs", "--format", "json"]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
     return {each["device"]: each["update"] for each in json.loads(done.stdout)["devices"]} if done.stdout else {}
 
@@ -92,7 +98,7 @@ def test_a_fleet_is_updated_under_a_run(package: Path, tmp_path: Path, spoil: bo
         moved.package.mkdir()
         for name in ("keys", "classes.txt", *DEVICES):
             (moved.package / name).symlink_to(package / name)
-        (moved.package / "front.backend").symlink_to(backend_of(tmp_path / "front-2", digest))
+        (moved.package / "front.backend").symlink_to(tmp_path / "front-2.backend")
         server = moved.start_server("--epochs", 1, *mode, "--runs", tmp_path / "runs-2")
         more = ("--max-releases", 2)
         started = [moved.start_device(device, *engine(device), *mode, *more) for device in DEVICES]
@@ -102,16 +108,3 @@ def test_a_fleet_is_updated_under_a_run(package: Path, tmp_path: Path, spoil: bo
         for process in (first, second, server):
             if process is not None:
                 stop(process)
-
-
-def backend_of(package: Path, digest: str) -> Path:
-    """The backend folder, made out to belong to this manifest."""
-    folder = package.with_name(package.name + ".backend")
-    for path in folder.glob("*.json"):
-        text = path.read_text()
-        old = hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest() if (
-            folder / "manifest.json"
-        ).exists() else None
-        if old and old in text:
-            path.write_text(text.replace(old, digest))
-    return folder
