@@ -7,24 +7,18 @@ liveness is the session's heartbeat, which goes on while the worker computes (WI
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import inspect
 import ssl
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from contract.codec import LIMITS as CODEC_LIMITS
 from contract.errors import (
-    ConfigError,
     CutlayerError,
     ProtocolError,
     RefusedError,
@@ -34,9 +28,9 @@ from contract.errors import (
 )
 from edge_runtime.allowance import CONNECTION_BYTES, Allowance, BudgetSpent
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Outcome
-from edge_runtime.config import is_loopback
 from edge_runtime.delivery import Delivery
-from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
+from edge_runtime.dialling import Endpoint, channel_binding, open_socket
+from edge_runtime.line_marks import LineMarks, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
 from edge_runtime.standing import Link
 
@@ -55,15 +49,6 @@ class ClientLimits:
     lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
     save_up_s: float = 30.0  # between two looks whether a new day has begun
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the server is, and what vouches for it."""
-
-    server: str
-    ca: Path | None
-    clock_floor: datetime
 
 
 @dataclass
@@ -115,7 +100,7 @@ class Client:
         """
         loop = asyncio.get_running_loop()
         self._delivery.on_change = lambda: wake(loop, self._wake)
-        context = tls_context(self._endpoint.server, self._endpoint.ca)
+        context = self._endpoint.tls()
         while True:
             if self._allowance is not None and self._allowance.is_spent:
                 await self._save_up(self._allowance, stop, once)
@@ -230,7 +215,7 @@ class Client:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
-        async with connect(self._endpoint.server, **self._options(context)) as socket:
+        async with open_socket(self._endpoint.server, context, self._limits.open_s, self._marks) as socket:
             self._connected, self._leaving = True, False
             self.link = Link(True, time.monotonic())
             self.traffic.connections += 1
@@ -259,12 +244,6 @@ class Client:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _options(self, context: ssl.SSLContext | None) -> dict[str, Any]:
-        options = socket_options(self._endpoint.server, context, self._limits)
-        if self._marks is not None:
-            options["create_connection"] = connection_that_tells(self._marks)
-        return options
 
     async def _read(self, socket: ClientConnection) -> None:
         async for frame in socket:
@@ -356,41 +335,3 @@ def final(outcome: Outcome) -> Outcome:
     if outcome.reason not in (*FINAL_REASONS, UPDATE):
         raise TrainingError(f"the server ended the run: {outcome.reason}", "look at the server's log and report")
     return outcome
-
-
-def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
-    """Verification is never switched off; None for ws:// on this machine.
-
-    Raises: ConfigError when the CA file cannot be used.
-    """
-    if urlsplit(server).scheme == "ws":
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
-
-
-def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:
-    """How this device's sockets are opened."""
-    limits = limits or ClientLimits()
-    options: dict[str, Any] = {
-        "ssl": context,
-        "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
-        "max_size": CODEC_LIMITS.frame_bytes,
-        "max_queue": 4,
-        "open_timeout": limits.open_s,
-        "close_timeout": limits.goodbye_s,
-        "ping_interval": None,
-    }
-    takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
-    if takes_proxy and is_loopback(urlsplit(server).hostname or ""):
-        options["proxy"] = None  # else the environment's would be asked for this very machine
-    return options
-
-
-def channel_binding(socket: ClientConnection) -> bytes:
-    """SHA-256 of the server's certificate (DER), so that a relayed proof is worth nothing; empty without TLS."""
-    tls = socket.transport.get_extra_info("ssl_object")
-    certificate = tls.getpeercert(binary_form=True) if tls else None
-    return hashlib.sha256(certificate).digest() if certificate else b""

@@ -27,6 +27,8 @@ FIELDS = (
     Field("server", str, REQUIRED, "wss://host:port of the server (ws:// on this machine only)"),
     Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher"),
     Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's"),
+    Field("certificate", Path, None, "this device's certificate (PEM), for a server that asks for one (--client-ca)"),
+    Field("certificate_key", Path, None, "private key of that certificate (PEM)"),
     Field("key", Path, REQUIRED, "this device's private key (PEM), whose public half the server has enrolled"),
     Field("name", str, REQUIRED, "this device's name, as the server has enrolled it"),
     Field("state", Path, REQUIRED, "directory on a local disk where this device keeps its state"),
@@ -85,6 +87,8 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
+    certificate: Path | None = None
+    certificate_key: Path | None = None
     max_mb_per_day: float | None = None
     metrics: str | None = None
     require: str | None = None
@@ -141,6 +145,7 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_caps(config)
     check_protection(config)
     check_server(config.server)
+    check_certificate(config.certificate, config.certificate_key)
     check_metrics(config.metrics)
     require_range("max_mb_per_day", config.max_mb_per_day, 0.1, 1e9)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
@@ -222,6 +227,13 @@ def check_server(server: str) -> None:
             f"server {server} would send features over {host} without TLS",
             "use wss:// (and --ca for a certificate of your own)",
         )
+
+
+def check_certificate(certificate: Path | None, certificate_key: Path | None) -> None:
+    """Both or neither. Raises: ConfigError."""
+    if (certificate is None) != (certificate_key is None):
+        present, missing = ("certificate", "certificate_key") if certificate else ("certificate_key", "certificate")
+        raise ConfigError(f"{present} is set, {missing} is not", "set both, or neither where the server asks for none")
 
 
 def check_metrics(metrics: str | None) -> tuple[str, int] | None:

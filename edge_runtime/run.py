@@ -26,10 +26,11 @@ from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError
 from contract.messages import Welcome
 from edge_runtime.allowance import Allowance, open_allowance
-from edge_runtime.client import Client, Endpoint, Traffic, tls_context
+from edge_runtime.client import Client, Traffic
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers
 from edge_runtime.config import DeviceConfig, check_metrics
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
+from edge_runtime.dialling import Endpoint, tls_context
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
 from edge_runtime.line_marks import LineMarks
 from edge_runtime.part_worker import PartWorker
@@ -79,7 +80,8 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
 
     Raises: CutlayerError of whatever failed.
     """
-    tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
+    # Files that cannot be used are told before an hour is spent.
+    tls_context(config.server, config.ca, config.certificate, config.certificate_key)
     say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
     offers = Offers() if purpose == "adapt" and takes_packages(config) else None
@@ -197,7 +199,9 @@ async def converse(
             if bar.draw():
                 stages.end("upload")
 
-        endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
+        endpoint = Endpoint(
+            config.server, config.ca, equipment.clock_floor, config.certificate, config.certificate_key
+        )  # fmt: skip
         allowance = open_allowance(equipment.state.root, config.max_mb_per_day, equipment.clock_floor, say)
 
         def on_rest(begins: bool) -> None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from contract.errors import ConfigError, DeviceError
 from contract.signature import key_id, load_private, sign_raw
 from edge_runtime.allowance import Allowance, open_allowance
-from edge_runtime.client import Client, Endpoint
+from edge_runtime.client import Client
 from edge_runtime.conduct import Conduct, Identity
 from edge_runtime.delivery import Delivery
+from edge_runtime.dialling import Endpoint
 from edge_runtime.reconnect import BUILT, Backoff
 from edge_runtime.run import StopSignals
 from edge_runtime.spool import Spool
@@ -38,6 +39,8 @@ class Errand:
     spool: Path | None
     once: bool
     max_mb_per_day: float | None = None  # of this device's own state
+    certificate: Path | None = None
+    certificate_key: Path | None = None
 
 
 async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
@@ -99,10 +102,8 @@ async def _send(
         ended.set()
 
     watching = asyncio.create_task(stop_either())
-    client = Client(
-        Endpoint(errand.server, errand.ca, BUILT), conduct, delivery, Backoff(random.Random()), say, on_tick,
-        allowance=allowance,
-    )  # fmt: skip
+    endpoint = Endpoint(errand.server, errand.ca, BUILT, errand.certificate, errand.certificate_key)
+    client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, allowance=allowance)
     try:
         outcome = await client.run(ended, errand.once)
     finally:

@@ -38,10 +38,10 @@ from contract.manifest import MANIFEST_NAME, Manifest, digest
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
 from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
-from edge_runtime.client import Endpoint
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
+from edge_runtime.dialling import Endpoint
 from edge_runtime.engines import open_engine
 from edge_runtime.fetching import Fetched
 from edge_runtime.install import (
@@ -122,7 +122,7 @@ class _Taker:
         self._dog = Notifier()
         self._allowance = allowance
         self._caller = Caller(
-            Endpoint(config.server, config.ca, BUILT),
+            Endpoint(config.server, config.ca, BUILT, config.certificate, config.certificate_key),
             Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data)),
             current_name(state.packages),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 
 from contract.errors import ProtocolError
 from contract.messages import (
@@ -33,8 +33,8 @@ from contract.messages import (
 from contract.session import Acknowledged, Received, Role, Session, SessionLimits
 from contract.signature import proof_payload
 from edge_runtime.allowance import CONNECTION_BYTES
-from edge_runtime.client import Endpoint, channel_binding, socket_options, tls_context
 from edge_runtime.conduct import Identity, refused
+from edge_runtime.dialling import Endpoint, channel_binding, open_socket
 from edge_runtime.fetching import Fetched
 
 TICK_S = 5.0
@@ -72,8 +72,8 @@ async def visit(
     """
     endpoint = caller.endpoint
     on_bytes(CONNECTION_BYTES)
-    context = tls_context(endpoint.server, endpoint.ca)
-    async with connect(endpoint.server, **socket_options(endpoint.server, context)) as socket:
+    context = endpoint.tls()
+    async with open_socket(endpoint.server, context) as socket:
         talk = _Talk(socket, on_bytes)
         welcome = await talk.shake_hands(caller)
         if told is not None:

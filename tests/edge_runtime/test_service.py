@@ -25,6 +25,7 @@ SERVICE = Service(
     ("/usr/bin/edge-run", "--config", "/etc/cutlayer/my edge.toml"),
     Path("/etc/cutlayer/device.key"),
     Path("/etc/cutlayer/site.secret"),
+    Path("/etc/cutlayer/tls.key"),
     (Path("/srv/images"),),
     None,
 )
