@@ -13,6 +13,7 @@ Printing them and leaving the program is `contract.console`'s part.
             ManifestError           4   its manifest breaks the format
             RollbackError           4   it is older than the one installed
             KindError               4   it holds something else than the one installed
+            WeakerError             4   it protects less than the one installed
         DeviceError                 5   this device cannot do the work
             DataError               5   an image or an image folder cannot be used
             EngineError             5   the engine cannot be built or gives wrong values
@@ -95,6 +96,10 @@ class RollbackError(PackageError):
 
 class KindError(PackageError):
     """The package holds parts to be trained where a frontend is installed, or the other way round."""
+
+
+class WeakerError(PackageError):
+    """The package that was sent would protect the images less than the one installed."""
 
 
 class DeviceError(CutlayerError):

@@ -33,6 +33,7 @@ UPDATES = "updates"  # a hello's feature: this device takes packages that are of
 # Which check a package did not pass on a device.
 Reason = Literal[
     "", "engine", "parity", "not-finite", "same-tokens", "slower", "hungrier", "stopped", "signature", "older", "kind",
+    "weaker",
     "quarantined", "damaged", "no-pictures", "device",
 ]  # fmt: skip
 

@@ -75,8 +75,9 @@ def tls_alert(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
-            return error.reason.split("ALERT_")[-1].replace("_", " ").lower()
+        reason = getattr(error, "reason", None) or ""  # "TLSV1_ALERT_UNKNOWN_CA"
+        if isinstance(error, ssl.SSLError) and "ALERT_" in reason:
+            return reason.split("ALERT_")[-1].replace("_", " ").lower()
         error = error.__cause__ or error.__context__
     return None
 

@@ -10,6 +10,7 @@ packages; --trust says whose. What the server hears is a word and the name of a 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import ssl
@@ -33,10 +34,12 @@ from contract.errors import (
     RollbackError,
     SignatureError,
     TrialError,
+    WeakerError,
 )
-from contract.manifest import MANIFEST_NAME, Manifest, digest
+from contract.manifest import MANIFEST_NAME, Cut, Manifest, digest, from_bytes
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
+from contract.tokens import kept_patches
 from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
@@ -81,7 +84,7 @@ def takes_packages(config: DeviceConfig) -> bool:
         folder = choose_package(config.engine).folder
     except ConfigError:
         return False
-    return os.path.abspath(folder) == os.path.abspath(config.state / "packages" / CURRENT)
+    return folder.name == CURRENT and os.path.realpath(folder.parent) == os.path.realpath(config.state / "packages")
 
 
 async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
@@ -108,6 +111,40 @@ async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
         if allowance is not None:
             allowance.close()
         state.close()
+
+
+def refuse_weaker(manifest: Manifest, packages: Path, config: DeviceConfig) -> None:
+    """What comes by itself never lowers what protects the images; by hand, it is the operator's to decide.
+
+    Where this device's settings name its own least noise, the package's counts for nothing.
+    Raises: WeakerError.
+    """
+    try:
+        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
+    except (OSError, CutlayerError):
+        return
+    new, old = manifest.transforms, current.transforms
+    weaker = []
+    if config.kappa_floor is None and new.kappa < old.kappa:
+        weaker.append(f"feature noise {new.kappa:g} in place of {old.kappa:g}")
+    if config.alpha is None and (new.alpha < old.alpha or new.weight_noise < old.weight_noise):
+        weaker.append(f"weight noise {new.alpha if new.weight_noise else 0:g} in place of {old.alpha:g}")
+    for cut, before in zip(manifest.cuts[:1], current.cuts[:1], strict=False):
+        if cut.index * before.depth < before.index * cut.depth:
+            weaker.append(f"a cut after {cut.index} of {cut.depth} blocks in place of {before.index} of {before.depth}")
+        if _sent_share(cut) > _sent_share(before):
+            weaker.append(f"{_sent_share(cut):.0%} of the patches in place of {_sent_share(before):.0%}")
+        if cut.sent.prefix_share < before.sent.prefix_share:
+            weaker.append(f"{cut.sent.prefix_share:g} of the noise on the CLS token")
+    if weaker:
+        raise WeakerError(
+            f"package {manifest.name} version {manifest.version} protects the images less: {'; '.join(weaker)}",
+            "look at it, then take it by hand: edge-run update DIR",
+        )
+
+
+def _sent_share(cut: Cut) -> float:
+    return len(kept_patches(cut.tokens.grid, cut.sent.kept)) / math.prod(cut.tokens.grid)
 
 
 class _Taker:
@@ -183,6 +220,7 @@ class _Taker:
     def _admit(self, manifest: Manifest) -> None:
         refuse_rollback(manifest, bytes.fromhex(self._offered), self._state.packages)
         refuse_other_kind(manifest, self._state.packages)
+        refuse_weaker(manifest, self._state.packages, self._config)
 
     def _try(self, folder: Path) -> Verdict:
         """The trial of `edge-run update`, on a worker's thread."""
@@ -220,5 +258,6 @@ def _name_of(error: PackageError) -> Reason:
         "older" if isinstance(error, RollbackError)
         else "signature" if isinstance(error, SignatureError)
         else "kind" if isinstance(error, KindError)
+        else "weaker" if isinstance(error, WeakerError)
         else "damaged"
     )  # fmt: skip

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from contract.console import run_command
 from contract.messages import Fetch, Offer, Piece
 from contract.signature import generate, key_id
+from contract.tokens import SentRule
 from edge_runtime import fetching, taking, visit
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import current_name, install, quarantined
@@ -118,6 +119,28 @@ def test_a_good_update_reaches_all_and_is_current_once_a_run_wants_it(
         assert await fleet.take("nano-1") == Taken.SWITCHED
         assert (fleet.link("nano-1"), fleet.link("nano-1", "ready")) == (second.digest.hex(), None)
         assert fleet.link("nano-1", "previous") == fleet.first.digest.hex()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_what_comes_by_itself_never_protects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        rules = fleet.first.manifest.transforms
+        cut = replace(fleet.first.manifest.cuts[0], index=2, sent=SentRule("checkerboard"))
+        weaker = [
+            write_package(fleet.root / "v2", version=2, transforms=replace(rules, kappa=0.5)),
+            write_package(fleet.root / "v3", version=3, transforms=replace(rules, weight_noise=False)),
+        ]
+        for package in weaker:
+            await fleet.offer(package)
+            assert await fleet.take("nano-1") == Taken.NOTHING
+            assert fleet.told["nano-1"] == "refused: weaker"
+        assert any("feature noise 0.5 in place of 1" in line or "weight noise 0" in line for line in fleet.said)
+        config = replace(fleet.config("nano-1"), kappa_floor=1.0, alpha=0.1)  # it has floors of its own
+        await fleet.offer(weaker[1])
+        assert await take(config, print) == Taken.READY
+        await fleet.offer(write_package(fleet.root / "v4", version=4, cuts=(cut,)))  # deeper: it may come
+        assert await fleet.take("nano-2") == Taken.READY
 
     run(story, tmp_path, monkeypatch)
 
