@@ -115,7 +115,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} must have at most {FILE_BYTES_MAX} bytes", "give a configuration file")
     try:
         document: dict[str, Any] = tomllib.loads(data.decode("utf-8-sig"))  # some editors put a mark in front
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, an integer too long to read, too deep a list
         raise ConfigError(f"{path} is not valid TOML: {error}", "correct the file") from error
     return document
 
@@ -220,7 +220,10 @@ def _convert(value: object, field: Field, where: str, directory: Path, *, from_t
     if field.type is Path and isinstance(value, str | Path) and str(value):
         return directory / value
     if field.type is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise _mistyped(value, field, where) from None
     if field.type is tuple and isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
         return tuple(value)
     if isinstance(value, float) and not math.isfinite(value):  # NaN would slip through every later comparison

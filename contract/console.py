@@ -85,7 +85,8 @@ def _answer(main: Callable[[], int]) -> int:
 
 def _complain(cause: str, cure: str) -> None:
     if os.environ.get(DEBUG) == "1":
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk that stderr goes to may be full
+            traceback.print_exc()
     text = f"{cause}\n  cure: {cure}"
     say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text), level="error")
 

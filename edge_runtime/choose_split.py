@@ -10,7 +10,7 @@ Nothing that is handed in here ever leaves the device: its answer is the split.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.errors import ConfigError
 from contract.privacy_table import PrivacyTable
@@ -24,12 +24,15 @@ class InfeasibleError(Exception):
 
 @dataclass(frozen=True)
 class SplitCost:
-    """What one image costs at a split on this device; None: unknown."""
+    """What one image costs at a split on this device; None: unknown. `link_j` and `link_s` are what energy and time
+    have of the link, and no turn's training measures."""
 
     split: int
     energy_j: float | None
     peak_w: float | None = None
     time_s: float | None = None
+    link_j: float = 0.0
+    link_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,8 @@ def has_drifted(expected_j: float, measured_j: float) -> bool:
 def corrected(
     costs: Sequence[SplitCost], split: int, measured_j: float | None, slowed_down: bool
 ) -> tuple[SplitCost, ...]:
-    """The table after a turn at `split`: with the energy that was measured there, where it left the table.
+    """The table after a turn at `split`: with the energy that was measured there, the link's with it, where it left the
+    table.
 
     A device that slowed itself down cannot keep up this split's peak power: as long as a split with a lower peak is
     known, this one and all with no lower peak are left out.
@@ -202,7 +206,7 @@ def corrected(
         joules = cost.energy_j
         if cost.split == split and measured_j is not None and (joules is None or has_drifted(joules, measured_j)):
             joules = measured_j
-        changed.append(SplitCost(cost.split, joules, cost.peak_w, cost.time_s))
+        changed.append(replace(cost, energy_j=joules))
     here = next((cost.peak_w for cost in changed if cost.split == split), None)
     if slowed_down and here is not None:
         lower = [cost for cost in changed if cost.peak_w is not None and cost.peak_w < here]

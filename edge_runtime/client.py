@@ -32,6 +32,7 @@ from edge_runtime.delivery import Delivery
 from edge_runtime.dialling import Endpoint, channel_binding, open_socket
 from edge_runtime.line_marks import LineMarks, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
+from edge_runtime.sleeping import Sleeper
 from edge_runtime.standing import Link
 
 BROKEN_PROTOCOL = "protocol"  # the server's code for a message that broke the rules
@@ -74,16 +75,19 @@ class Client:
         limits: ClientLimits | None = None,
         marks: LineMarks | None = None,
         on_rest: Callable[[bool], None] = lambda begins: None,
+        sleeper: Sleeper | None = None,
         allowance: Allowance | None = None,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
-        beginning and the end of a rest that the server gave this device. `allowance` None: bytes cost nothing."""
+        beginning and the end of a rest that the server gave this device, which `sleeper` spends. `allowance` None:
+        bytes cost nothing."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
         self._on_tick, self._on_rest = on_tick, on_rest
+        self._sleeper = sleeper or Sleeper((), say)
         self._allowance = allowance
         self._rest_s: float | None = None
         self._wake = asyncio.Event()
@@ -167,8 +171,7 @@ class Client:
         rest_s, self._rest_s = self._rest_s or 0.0, None
         self._say(f"not needed for {rest_s:.0f} s: disconnected until then")
         self._on_rest(True)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(stop.wait(), rest_s)
+        await self._sleeper.rest(rest_s, stop)
         self._on_rest(False)
 
     def _is_worth_another_try(self, error: RefusedError | RemoteProtocolError) -> bool:

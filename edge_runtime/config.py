@@ -5,6 +5,7 @@ Where each value comes from is settled by contract.config; the signed manifest h
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
@@ -51,7 +52,21 @@ FIELDS = (
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
+    Field(
+        "remeasure_s",
+        float,
+        60.0,
+        "P3SL: seconds to measure the energy table anew, once a turn's energy left it by a tenth or the device slowed "
+        "down; 0: it is only corrected where it was found wrong",
+    ),
     Field("power_cap_w", float, None, "P3SL: highest peak power of a split that this device may choose"),
+    Field(
+        "sleep_command",
+        str,
+        None,
+        "P3SL: run between two turns to power down, with the seconds as its last argument, such as 'rtcwake -m mem "
+        "-s'; default: the device waits, awake",
+    ),
     Field("sigma_floor", str, "0", "the least noise at the cut that this device trains with: N, or SPLIT=N,..."),
     Field("split", int, None, "P3SL: choose this split by hand, whatever the energy table says"),
     Field("threads", int, 0, "threads of the engine; 0: as many CPUs as this program may use"),
@@ -95,6 +110,8 @@ class DeviceConfig:
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
+    remeasure_s: float = 60.0
+    sleep_command: str | None = None
     sigma_floor: str = "0"
     split: int | None = None
 
@@ -150,8 +167,10 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     require_range("max_mb_per_day", config.max_mb_per_day, 0.1, 1e9)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
+    require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
     require_range("split", config.split, 1, 0xFFFF)
     read_floor(config.sigma_floor)
+    read_sleep_command(config.sleep_command)
     return config
 
 
@@ -245,12 +264,27 @@ def check_metrics(metrics: str | None) -> tuple[str, int] | None:
         return None
     host, _, port = metrics.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (port.isascii() and port.isdigit() and int(port) < 65536 and is_loopback(host)):
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536 and is_loopback(host)):
         raise ConfigError(
             f"metrics should be HOST:PORT of this machine, such as 127.0.0.1:9101, found {metrics!r}",
             "energy stays on the device: let an agent here collect it",
         )
     return host, int(port)
+
+
+def read_sleep_command(text: str | None) -> tuple[str, ...]:
+    """The words of a setting, none where there is none. Raises: ConfigError."""
+    if text is None:
+        return ()
+    try:
+        words = tuple(shlex.split(text))
+        if not words:
+            raise ValueError("it is empty")
+    except ValueError as error:
+        raise ConfigError(
+            f"sleep_command {text!r} is no command: {error}", 'write for example: --sleep-command "rtcwake -m mem -s"'
+        ) from error
+    return words
 
 
 def is_loopback(host: str) -> bool:

@@ -20,7 +20,7 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.head import Head
 from edge_runtime.install import Installed
-from edge_runtime.own_choice import OwnChoice, Spent, read_costs
+from edge_runtime.own_choice import OwnChoice, Spent, read_costs, read_rows
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import PartKeeper, PartRules
 from edge_runtime.part_ledger import PartLedger
@@ -29,6 +29,7 @@ from edge_runtime.part_worker import PartWorker, Pictures
 from edge_runtime.picture_cache import PictureCache
 from edge_runtime.pipeline import read_picture
 from edge_runtime.release_ledger import ReleaseLedger
+from edge_runtime.remeasure import bench_of, is_quick, remeasure
 from edge_runtime.round_keeper import RoundKeeper, Shipped
 from edge_runtime.stages import Stages
 from edge_runtime.state import State
@@ -99,7 +100,7 @@ def equip_parts(
             accounts.release(ids, cut, kept, sigma)
             counters.sigma = sigma
 
-        choice = open_choice(installed, plan, config, stages, counters, say)
+        choice = open_choice(installed, plan, config, threads, stages, counters, tick, say)
         keeper = PartKeeper(rules, images, open_cut, head, store, tick, release, noise, choice.answer)
     worker = PartWorker(keeper, Pictures(dataset.samples, image, picture), stages, around, counters)
     return worker, lambda run: None if head is None else head.as_head()
@@ -109,14 +110,28 @@ def open_choice(
     installed: Installed,
     plan: TrainingPlan,
     config: DeviceConfig,
+    threads: int,
     stages: Stages,
     counters: Counters,
+    tick: Callable[[int], None],
     say: Callable[[str], None],
 ) -> OwnChoice:
     """What chooses this device's split, by its own energy table. Raises: ConfigError; PackageError."""
     costs: tuple[SplitCost, ...] = ()
+    again: Callable[[Sequence[SplitCost]], Sequence[SplitCost]] | None = None
     if config.energy_table is not None:
-        costs = read_costs(config.energy_table, installed.manifest.model, installed.digest.hex())
+        model, digest = installed.manifest.model, installed.digest.hex()
+        costs = read_costs(config.energy_table, model, digest)
+        if config.remeasure_s and is_quick(stages.meter):
+            batch = read_rows(config.energy_table, model, digest)[0].point.batch
+
+            def measure_again(old: Sequence[SplitCost]) -> Sequence[SplitCost]:
+                from edge_runtime.profiling.parts import parts_of  # seldom needed
+
+                candidates = parts_of(installed, plan, batch, threads, 0)
+                return remeasure(candidates, config.remeasure_s, bench_of(lambda: tick(1)), stages.meter, old)
+
+            again = measure_again
     watch = SlowdownWatch()
 
     def spent() -> Spent:
@@ -130,4 +145,4 @@ def open_choice(
     if any(file.name == LEAKAGE_NAME for file in installed.manifest.files):
         table = of_package((installed.folder / LEAKAGE_NAME).read_bytes(), installed.manifest)
         signed = from_leakage(table, [cut.index for cut in plan.cuts]) if table.unit == "sigma" else None
-    return OwnChoice(costs, config.wishes, say, spent, signed)
+    return OwnChoice(costs, config.wishes, say, spent, signed, again)

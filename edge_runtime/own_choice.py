@@ -1,8 +1,9 @@
 """The device's answer to the server's question for a split: its own tables, kept true by what its turns really took.
 
 The rules are `choose_split`'s. After every turn the energy that the meter told is held against the table: where it left
-it by 10 % and by more than the meter may be wrong, or where the device slowed itself down, the table is corrected and
-the choice made anew. Without a meter the table is taken as it is.
+it by 10 % and by more than the meter may be wrong, or where the device slowed itself down, the whole table is measured
+anew (`remeasure`) if it may be, else corrected where it was found wrong, and the choice made anew. Without a meter the
+table is taken as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from edge_runtime.profiling.rows import Row
 from edge_runtime.profiling.table import read_table
 
 NONE = 0  # what is answered where no split will do
+REMEASURED_APART = 10  # turns: one that a short measuring cannot foresee is not measured after every turn
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,17 @@ def read_costs(path: Path, model: str, package_digest: str) -> tuple[SplitCost, 
     The link's energy and time count where every row has them: a sum with them is not compared with one without.
     Raises: ConfigError.
     """
+    rows = read_rows(path, model, package_digest)
+    has_link = all(row.total_j is not None for row in rows)
+    is_timed = all(row.away is not None for row in rows)
+    return tuple(_cost(row, has_link, is_timed) for row in rows)
+
+
+def read_rows(path: Path, model: str, package_digest: str) -> list[Row]:
+    """The rows of this model's trained parts, by split; those of this very package where there are some.
+
+    Raises: ConfigError.
+    """
     table = read_table(path)
     rows = [row for row in table.rows if row.point.model == model] if table.work == "training" else []
     rows = [row for row in rows if row.point.package_digest == package_digest] or rows
@@ -56,17 +69,17 @@ def read_costs(path: Path, model: str, package_digest: str) -> tuple[SplitCost, 
         raise ConfigError(
             f"{path} has no row of a trained part of {model}", "measure this package: edge-profile --train -o FILE"
         )
-    has_link = all(row.total_j is not None for row in rows)
-    is_timed = all(row.away is not None for row in rows)
-    return tuple(_cost(row, has_link, is_timed) for row in sorted(rows, key=lambda row: row.point.split))
+    return sorted(rows, key=lambda row: row.point.split)
 
 
 def _cost(row: Row, has_link: bool, is_timed: bool) -> SplitCost:
-    energy_j = row.total_j if has_link or row.energy is None else row.energy.measured_j.mean
+    measured_j = None if row.energy is None else row.energy.measured_j.mean
+    energy_j = row.total_j if has_link else measured_j
+    link_j = energy_j - measured_j if energy_j is not None and measured_j is not None else 0.0
     power = None if row.energy is None else row.energy.power
     away_s = row.away.seconds if is_timed and row.away is not None else 0.0
     time_s = row.seconds_per_image.mean + away_s
-    return SplitCost(row.point.split, energy_j, None if power is None else power.peak_w, time_s)
+    return SplitCost(row.point.split, energy_j, None if power is None else power.peak_w, time_s, link_j, away_s)
 
 
 class OwnChoice:
@@ -79,9 +92,12 @@ class OwnChoice:
         say: Callable[[str], None],
         spent: Callable[[], Spent] = Spent,
         signed: PrivacyTable | None = None,
+        remeasure: Callable[[Sequence[SplitCost]], Sequence[SplitCost]] | None = None,
     ) -> None:
-        """`spent` tells what training took since the program began; `signed` is the leakage table of the package."""
+        """`spent` tells what training took since the program began; `signed` is the leakage table of the package;
+        `remeasure` makes a table that is no longer true anew, None where it may not be."""
         self._costs, self._wishes, self._say, self._spent, self._signed = tuple(costs), wishes, say, spent, signed
+        self._remeasure, self._turns = remeasure, REMEASURED_APART  # since the table was measured
         self._before = spent()
         self._last = NONE  # what was chosen last
         self._chosen: dict[int, int] = {}  # by round
@@ -124,14 +140,21 @@ class OwnChoice:
         self._before, images = now, now.images - before.images
         if self._last == NONE or images <= 0:
             return
+        self._turns += 1
         measured_j = None
         if now.energy_j is not None and before.energy_j is not None:
-            measured_j = (now.energy_j - before.energy_j) / images
-            known = next((cost.energy_j for cost in self._costs if cost.split == self._last), None)
-            if known is not None and abs(measured_j - known) <= (now.bound_j - before.bound_j) / images:
+            here = next((cost for cost in self._costs if cost.split == self._last), SplitCost(self._last, None))
+            measured_j = (now.energy_j - before.energy_j) / images + here.link_j
+            if here.energy_j is not None and abs(measured_j - here.energy_j) <= (now.bound_j - before.bound_j) / images:
                 measured_j = None  # the meter cannot tell the two apart
-        costs = corrected(self._costs, self._last, measured_j, bool(now.slowed_down - before.slowed_down))
-        if costs != self._costs:
+        slowed_down = bool(now.slowed_down - before.slowed_down)
+        costs = corrected(self._costs, self._last, measured_j, slowed_down)
+        is_left = costs != self._costs or slowed_down
+        if is_left and self._remeasure is not None and self._turns >= REMEASURED_APART:
+            self._say(f"the turn at split {self._last} was not as the energy table says: it is measured anew")
+            costs = corrected(self._remeasure(self._costs), self._last, None, slowed_down)
+            self._turns = 0
+        elif costs != self._costs:
             self._say(f"the turn at split {self._last} was not as the energy table says: it is corrected")
         self._costs = costs
 

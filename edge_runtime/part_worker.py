@@ -58,7 +58,7 @@ class PartWorker:
 
     def answer(self, ask: Ask, run: str, upload: Upload) -> Iterator[Message]:
         """The one message that answers an ask which `terms.check_ask` let pass. Raises: as `PartKeeper.answer`."""
-        with self._stages.measure("train"):
+        with self._stages.measure("choose" if ask.kind == "choose_split" else "train"):
             reply = self._keeper.answer(ask, run)
         values = reply.values if isinstance(reply, (Activations, PatchFeatures)) else None
         if values is not None:

@@ -28,7 +28,7 @@ from contract.messages import Welcome
 from edge_runtime.allowance import Allowance, open_allowance
 from edge_runtime.client import Client, Traffic
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers
-from edge_runtime.config import DeviceConfig, check_metrics
+from edge_runtime.config import DeviceConfig, check_metrics, read_sleep_command
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.dialling import Endpoint, tls_context
 from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
@@ -39,6 +39,7 @@ from edge_runtime.reconnect import Backoff
 from edge_runtime.releases import account, summary
 from edge_runtime.report import Report, peak_rss_mb
 from edge_runtime.service import Notifier
+from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
 from edge_runtime.stages import StageCost
 from edge_runtime.standing import Recorder, Standing
@@ -207,8 +208,10 @@ async def converse(
         def on_rest(begins: bool) -> None:
             (stages.begin if begins else stages.end)("sleep")
 
+        sleeper = Sleeper(read_sleep_command(config.sleep_command), say)
         client = Client(
             endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest,
+            sleeper=sleeper,
             allowance=allowance,
         )  # fmt: skip
         witness = Witness(

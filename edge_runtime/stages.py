@@ -117,6 +117,11 @@ class Stages:
             return self._cost(self._any)
 
     @property
+    def meter(self) -> Meter:
+        """What counts the joules."""
+        return self._meter
+
+    @property
     def settle_s(self) -> float:
         """How long after the end of a stage the meter has told of it."""
         return self._meter.settle_s

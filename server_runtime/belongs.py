@@ -36,7 +36,16 @@ STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     ),
     **dict.fromkeys(("sigma", "fsim_threshold"), NOISY),
     **dict.fromkeys(
-        ("aggregate_every", "average_by", "sleep_least_s", "reference_accuracy", "accuracy_loss", "public"),
+        (
+            "aggregate_every",
+            "average_by",
+            "average_into",
+            "norms",
+            "sleep_least_s",
+            "reference_accuracy",
+            "accuracy_loss",
+            "public",
+        ),
         frozenset({"p3sl"}),
     ),
 }

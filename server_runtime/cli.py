@@ -57,6 +57,8 @@ def _parser() -> ArgumentParser:
         "schedule": SCHEDULES,
         "server_copies": plan.SERVER_COPIES,
         "average_by": plan.AVERAGE_BY,
+        "average_into": plan.AVERAGE_INTO,
+        "norms": plan.NORMS,
     }
     metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS", "sigma": "SIGMA"}
     metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")

@@ -119,6 +119,7 @@ class Connection:
         self._receipts_timer: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()  # frames of one message must not be mixed with others
         self._step = -1
+        self._fault: BaseException | None = None  # the first that ended this connection
         self._limits = ConnectionLimits()
         self._since_s = time.monotonic()  # when it was opened, or began to leave
         self.opened_s = self.heard_s = self._since_s
@@ -190,7 +191,8 @@ class Connection:
         """Serve until either side closes.
 
         Raises:
-            LocalProtocolError: what was to be sent broke the protocol; besides, what the socket raises when it closes.
+            LocalProtocolError: what was to be sent broke the protocol; besides, what the store raises, and the socket
+                when it closes.
         """
         tasks = [asyncio.create_task(work) for work in (self._flush_whenever_woken(), self._write_receipts())]
         for task in tasks:
@@ -201,16 +203,18 @@ class Connection:
                 await self._take(frame)
                 if self._session.state is State.CLOSED:
                     break
+        except Exception as error:  # of a socket that we hung up on it says only that, the first fault says why
+            self._fault = self._fault or error
         finally:
             for task in tasks:
                 task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for fault in ends:
-            if isinstance(fault, Exception):
-                raise fault
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._fault is not None:
+            raise self._fault
 
     def _hang_up_unless_cancelled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():  # it failed, and the reader would wait for a device that hears nothing
+            self._fault = self._fault or task.exception()
             self._socket.transport.abort()
 
     async def _take(self, frame: str | bytes) -> None:

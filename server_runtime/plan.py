@@ -112,6 +112,19 @@ FIELDS = (
     Field("fsim_threshold", float, 0.0, "p3sl: T_FSIM, at which pictures tell nothing; 0: the leakage table's own"),
     Field("aggregate_every", int, 5, "p3sl: R, epochs from one aggregation to the next"),
     Field("average_by", str, "devices", "p3sl: what counts alike where parts are averaged: devices, or images"),
+    Field(
+        "average_into",
+        str,
+        "server",
+        "p3sl: server: the server trains on with the average, as published; copy: with its own layers, which keeps "
+        "shallow devices' chains whole, and the average is what is judged and published",
+    ),
+    Field(
+        "norms",
+        str,
+        "averaged",
+        "p3sl: running statistics of the averaged model: averaged, as published; public: taken anew from --public",
+    ),
     Field("reference_accuracy", float, 0.0, "p3sl: A_ref, noise-free accuracy on --public; 0: no floor of accuracy"),
     Field("accuracy_loss", float, 0.05, "p3sl: beta, share of A_ref that noise may cost before it is lowered"),
     Field("sleep_least_s", float, 10.0, "p3sl: shortest rest for which a device is told to sleep; 0: never"),
@@ -129,6 +142,8 @@ _MOST = {
 _LEAST = {"augmentations": 0, "seed": 0, "warmup": 0, "quorum": 0, "alone": 0, "store_rounds": 0}  # of others 1
 JUDGING = ("p3sl",)  # which judge the model by the operator's images
 AVERAGE_BY = ("devices", "images")
+AVERAGE_INTO = ("server", "copy")
+NORMS = ("averaged", "public")
 
 
 @dataclass(frozen=True)
@@ -170,6 +185,8 @@ class Plan:
     fsim_threshold: float = 0.0
     aggregate_every: int = 5
     average_by: str = "devices"
+    average_into: str = "server"
+    norms: str = "averaged"
     reference_accuracy: float = 0.0
     accuracy_loss: float = 0.05
     sleep_least_s: float = 10.0
@@ -224,15 +241,21 @@ class Plan:
         parse_sigma(self.sigma)
         if not 0 <= self.fsim_threshold <= 1:
             raise _wrong("fsim_threshold", "0 to 1", self.fsim_threshold)
-        if self.average_by not in AVERAGE_BY:
-            hint = suggest(self.average_by, AVERAGE_BY)
-            raise _wrong("average_by", f"one of {', '.join(AVERAGE_BY)}", self.average_by, hint)
+        for name, known in (("average_by", AVERAGE_BY), ("average_into", AVERAGE_INTO), ("norms", NORMS)):
+            found = getattr(self, name)
+            if found not in known:
+                raise _wrong(name, f"one of {', '.join(known)}", found, suggest(found, known))
         for name in ("reference_accuracy", "accuracy_loss"):
             if not 0 <= getattr(self, name) <= 1:
                 raise _wrong(name, "a share from 0 to 1", getattr(self, name))
         if self.reference_accuracy and not self.evaluation_sha256:
             raise ConfigError(
                 "reference_accuracy is a floor of accuracy, and there are no images to judge the model by",
+                "give --public DIR with one folder for each of the site's classes",
+            )
+        if self.norms == "public" and not self.evaluation_sha256:
+            raise ConfigError(
+                "norms are to take their statistics from public images, and there are none",
                 "give --public DIR with one folder for each of the site's classes",
             )
         if not 0 <= self.sleep_least_s < math.inf:

@@ -23,6 +23,7 @@ from contract.errors import ConfigError, CutlayerError
 # Site and device names become folder names in the run directory: nothing that could leave it is accepted.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLAIM_BYTES = 4096
+NO_DATE_S = 253402300800.0  # the year 10000
 KEY, CLAIM, REVOKED = ".pub", ".claim", ".revoked"
 
 
@@ -172,6 +173,9 @@ def read_claim(path: Path) -> Claim:
     """Raises: ConfigError when the file is not as `enrolment` wrote it."""
     try:
         fields = json.loads(path.read_bytes()[:CLAIM_BYTES])
-        return Claim(signature.read_raw_public(bytes.fromhex(fields["public_key"])), float(fields["expires_s"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        expires_s = float(fields["expires_s"])
+        if not 0 <= expires_s < NO_DATE_S:  # NaN, too, would hold for ever
+            raise ValueError(f"it expires at {expires_s:g}")
+        return Claim(signature.read_raw_public(bytes.fromhex(fields["public_key"])), expires_s)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"the claim {path} cannot be used: {error}", "issue a new one: server-run claim") from error

@@ -26,6 +26,7 @@ from exporter.models import family_of
 from exporter.models._peft import add_peft
 from exporter.split import create
 
+from . import norm_statistics
 from .backend import load_module, module_state, place
 from .backend_folder import TrainingFolder
 from .evaluation import Evaluation
@@ -297,6 +298,10 @@ class SplitModel:
         finally:
             self.put(held)
         return correct / len(judged.labels)
+
+    def retake_norms(self, images: np.ndarray) -> None:
+        """Running statistics of W's norms become those over images (n, 3, h, w)."""
+        norm_statistics.retake(self._module, torch.from_numpy(images), self.device)
 
     # -- state as plain tensors: nothing is pickled
 

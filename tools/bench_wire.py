@@ -9,29 +9,29 @@ turns in one run, because a machine's speed changes: ratios are made within a tu
     upload     4 devices at once, durable: 50 MB up in batches, each with an fsync on the device and on the server
                beside bare (no disk), and beside bare with one write and fsync per frame on both sides
     memory     resident bytes of one device process, as the operating system counts them (Linux)
+    peers      the exchange and the round on Flower and NVFlare, whose interpreters are given, in the same turns
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
-from tools import make_keys
-from tools.bench_wire_control import Control, Order
+from tools import bench_wire_peers, peers
+from tools.bench_wire_control import Order
+from tools.bench_wire_memory import measure_memory
+from tools.bench_wire_programs import programs
 
-START_S, STOP_S = 60.0, 20.0
-SITE = "site"
+START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,84 +44,10 @@ class Sizes:
     devices: int
     round_bytes: int
     rounds: int  # turns of the large tensors
+    peer_exchanges: int  # in a turn, of Flower and NVFlare: they take seconds
 
 
 Call = Callable[[], Order]
-
-
-# --- programs ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Programs:
-    """Starts the programs in one temporary folder, and stops them."""
-
-    root: Path
-    device_python: str
-    _stack: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    def make_keys(self, devices: list[str]) -> None:
-        make_keys.make_publisher(self.keys)
-        make_keys.make_ca(self.keys)
-        make_keys.make_server(self.keys, ["localhost", "127.0.0.1"])
-        for device in devices:
-            make_keys.make_device(self.keys, SITE, device)
-
-    def start(self, python: str, module: str, *arguments: object) -> subprocess.Popen[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        program = subprocess.Popen(
-            [python, "-m", module, *map(str, arguments)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._stack.callback(stop, program)
-        return program
-
-    def start_server(self, name: str, module: str, *arguments: object) -> tuple[Control, str]:
-        """A server that listens, and its URL; whoever takes the orders may not be there yet."""
-        control = Control(self.root / f"{name}.socket")
-        words = ("--keys", self.keys, "--control", control.path, *arguments)
-        program = self.start(sys.executable, module, *words)
-        assert program.stdout is not None
-        line = program.stdout.readline()
-        if not line.startswith("listening on "):
-            raise RuntimeError(f"{module} did not start: {line!r}")
-        control.accept()
-        return control, line.split()[-1]
-
-    def start_device(self, name: str, url: str, upload_bytes: int, *extra: object) -> subprocess.Popen[str]:
-        words = ("--server", url, "--name", name, "--keys", self.keys, "--state", self.root / "state" / name)
-        return self.start(self.device_python, "tools.bench_wire_device", *words, "--upload-bytes", upload_bytes, *extra)
-
-    def start_bare_client(self, name: str, url: str) -> subprocess.Popen[str]:
-        words = ("client", "--server", url, "--keys", self.keys, "--folder", self.root / name)
-        return self.start(self.device_python, "tools.bench_wire_bare", *words)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def stop(program: subprocess.Popen[str]) -> None:
-    if program.poll() is None:
-        program.send_signal(signal.SIGTERM)
-    try:
-        program.communicate(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        program.kill()
-        program.communicate()
-
-
-@contextmanager
-def programs(device_python: str, devices: list[str]) -> Iterator[Programs]:
-    with tempfile.TemporaryDirectory(prefix="cutlayer-bench-") as folder:
-        started = Programs(Path(folder), device_python)
-        started.make_keys(devices)
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -174,82 +100,10 @@ def duration_figures(answers: dict[str, list[Order]]) -> dict[str, object]:
     return figures
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
-
-
-def resident_bytes(pid: int, field_name: str = "VmRSS") -> int | None:
-    """What the operating system says of a process; None where it does not say it like Linux."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field_name}:")]
-    return int(found[0]) * 1024 if found else None
-
-
-def peak_bytes(pid: int, call: Call) -> int | None:
-    """The most memory that a process holds during a call."""
-    try:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts at what is resident now
-    except OSError:
-        return None
-    call()
-    return resident_bytes(pid, "VmHWM")
-
-
-def measure_memory(started: Programs, url: str, control: Control, bare: tuple[Control, str], sizes: Sizes) -> Order:
-    """A device of its own, idle, sending, and with an engine; and a bare client beside it."""
-    model = started.root / "engine.onnx"
-    model_bytes = write_engine(model)
-    bare_client = started.start_bare_client("bare-memory", bare[1])
-    bare[0].ask("join", clients=sizes.devices + 1)
-    device = started.start_device("memory", url, sizes.round_bytes)
-    control.ask("join", devices=["memory"])
-    one = ["memory"]
-    figures: Order = {"bare_idle_bytes": resident_bytes(bare_client.pid), "idle_bytes": resident_bytes(device.pid)}
-    upload = peak_bytes(device.pid, lambda: control.ask("collect", devices=one))
-    round_trip = peak_bytes(
-        device.pid, lambda: control.ask("exchange", devices=one, size_bytes=sizes.round_bytes, count=1)
-    )
-    idle = figures["idle_bytes"]
-    for name, peak in (("upload", upload), ("round", round_trip)):
-        figures[f"peak_{name}_bytes"] = peak
-        known = peak is not None and idle is not None
-        figures[f"peak_{name}_over_idle_in_payloads"] = (peak - idle) / sizes.round_bytes if known else None
-    stop(device)
-    engine = started.start_device("engine", url, sizes.round_bytes, "--engine", model)
-    control.ask("join", devices=["engine"])
-    figures |= {"engine_bytes": resident_bytes(engine.pid), "engine_model_bytes": model_bytes}
-    stop(engine)
-    stop(bare_client)
-    if idle is None:
-        figures["reason"] = "this system has no /proc/PID/status"
-    return figures
-
-
-def write_engine(path: Path) -> int:
-    """A small frontend for onnxruntime: one patch-like matrix product; returns its size."""
-    import numpy as np
-    from onnx import TensorProto, checker, helper, numpy_helper
-
-    weight = np.random.default_rng(0).standard_normal((768, 384), np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("Reshape", ["images", "shape"], ["patches"]),
-         helper.make_node("MatMul", ["patches", "weight"], ["tokens"])],
-        "frontend",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])],
-        [helper.make_tensor_value_info("tokens", TensorProto.FLOAT, [1, 16, 384])],
-        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(np.array([1, 16, 768]), "shape")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    checker.check_model(model)
-    return path.write_bytes(model.SerializeToString())
-
-
 # --- the run -----------------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sizes, device_python: str) -> dict[str, object]:
+def measure(sizes: Sizes, device_python: str, pythons: dict[str, str | None]) -> dict[str, object]:
     names = [f"device-{number}" for number in range(1, sizes.devices + 1)]
     with programs(device_python, [*names, "memory", "engine"]) as started:
         control, url = started.start_server("ours", "tools.bench_wire_server", "--root", started.root / "run")
@@ -268,20 +122,27 @@ def measure(sizes: Sizes, device_python: str) -> dict[str, object]:
             return lambda: bare[0].ask("exchange", clients=clients, **values)
 
         small, large, n = sizes.exchange_bytes, sizes.round_bytes, sizes.devices
-        exchanges = {"bare": theirs(1, small, small, sizes.exchanges), "ours": ours(1, small, sizes.exchanges)}
-        for call in exchanges.values():
-            call()  # warm-up
-        figures: dict[str, object] = {"exchange": exchange_figures(take_turns(exchanges, sizes.turns))}
-        figures["round"] = duration_figures(
-            take_turns({"bare": theirs(n, large, large), "ours": ours(n, large, 1)}, sizes.rounds)
-        )
+        figures: dict[str, object] = {}
+        with bench_wire_peers.started(started.root, started.keys, pythons, n) as others:
+            idle_bytes = {name: peer.client_bytes() for name, peer in others.items()}
+            calls = {"bare": theirs(1, small, small, sizes.exchanges), "ours": ours(1, small, sizes.exchanges)}
+            calls |= {name: partial(peer.exchange, 1, small, sizes.peer_exchanges) for name, peer in others.items()}
+            for call in calls.values():
+                call()  # warm-up
+            exchanges = take_turns(calls, sizes.turns)
+            calls = {"bare": theirs(n, large, large), "ours": ours(n, large, 1)}
+            calls |= {name: partial(peer.exchange, n, large, 1) for name, peer in others.items()}
+            rounds = take_turns(calls, sizes.rounds)
+            figures["exchange"] = exchange_figures(exchanges)
+            figures["round"] = duration_figures({name: rounds[name] for name in ("bare", "ours")})
+            figures["peers"] = bench_wire_peers.figures(others, pythons, exchanges, rounds, idle_bytes, percentile)
         uploads = {
             "bare": theirs(n, 0, large),
             "bare_fsync": theirs(n, 0, large, durable=True),
             "ours": lambda: control.ask("collect", devices=names),
         }
         figures["upload"] = duration_figures(take_turns(uploads, sizes.rounds))
-        figures["memory"] = measure_memory(started, url, control, bare, sizes)
+        figures["memory"] = measure_memory(started, url, control, bare, sizes.devices, sizes.round_bytes)
     return figures
 
 
@@ -340,14 +201,20 @@ def shown(name: str, value: object) -> str:
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    peers.stop_on_sigterm()
     sizes = Sizes(
-        options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds
-    )
+        options.turns, options.exchanges, options.exchange_bytes, options.devices, options.round_bytes, options.rounds,
+        options.peer_exchanges,
+    )  # fmt: skip
+    pythons = {name: getattr(options, name) for name in peers.PACKAGES}
+    for name, given in pythons.items():
+        if given is not None:
+            peers.version_of(name, given)
     python = str(options.device_python)
     version = version_of(python)
     say(f"measuring with {sizes.devices} devices on Python {version}")
     document: dict[str, object] = {"device_python": version, "cpus": os.cpu_count(), "sizes": vars(sizes)}
-    document |= {"profile": profile(sizes, python)} if options.profile else measure(sizes, python)
+    document |= {"profile": profile(sizes, python)} if options.profile else measure(sizes, python, pythons)
     if options.format == "json":
         print_document("bench-wire", document)
     else:
@@ -385,10 +252,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--device-python", type=Path, default=Path(sys.executable), help="interpreter of the devices (default: this)"
     )
+    for name, package in peers.PACKAGES.items():
+        parser.add_argument(
+            f"--{name}", metavar="PYTHON", help=f"measure it as well: an interpreter that has {package}"
+        )
+    parser.add_argument("--peer-exchanges", type=int, default=2, help="their exchanges in a turn (default %(default)s)")
     parser.add_argument("--profile", action="store_true", help="only where an exchange's time goes, in microseconds")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default %(default)s")
     options = parser.parse_args(argv)
-    for name in ("turns", "exchanges", "exchange_bytes", "devices", "round_bytes", "rounds"):
+    for name in ("turns", "exchanges", "exchange_bytes", "devices", "round_bytes", "rounds", "peer_exchanges"):
         if getattr(options, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} {getattr(options, name)} is too few", "give at least 1")

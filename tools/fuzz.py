@@ -1,13 +1,14 @@
 """Hostile bytes at every door, for so many minutes: counts the inputs, and names the seed of whatever got through.
 
-The doors and the mutator are those of the tests (`tests/contract/attacks`), with three more: spool segments from a bad
-disk, heads of HTTP requests, and files of the roster. A fault is any error that a door does not declare. Every input
-follows from the door's name, the seed and its number, so `--door NAME --first N` makes it again.
+The doors and the mutator are those of the tests (`tests/contract/attacks`), with four more: spool segments from a bad
+disk, heads of HTTP requests, files of the roster, and settings. A fault is any error that a door does not declare.
+Every input follows from the door's name, the seed and its number, so `--door NAME --first N` makes it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from contract import exposition
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import ConfigError, UsageError
+from edge_runtime.config import device_config, resolve_config
 from edge_runtime.spool import HEAD, MESSAGE, Spool, pack_record
 from server_runtime.roster import read_roster
 from tests.contract.attacks.mutations import mutated
@@ -28,6 +30,20 @@ _HEAD = b'{"session":"s","run":"r","note":"","generation":1}'
 _SEGMENT = pack_record(HEAD, 1, _HEAD) + pack_record(MESSAGE, 1, b"x" * 40) + pack_record(MESSAGE, 2, b"y" * 9)
 _REQUEST = b"GET /metrics?x=1 HTTP/1.1\r\nHost: h\r\nAccept: */*\r\n\r\n"
 _CLAIM = b'{"public_key":"' + b"ab" * 32 + b'","expires_s":1700000000.0}\n'
+
+_SETTINGS = b"""[device]
+engine = "front"
+data = "images"
+server = "wss://host:8443"
+trust = "publisher.pub"
+key = "device.key"
+name = "pi-3"
+state = "state"
+metrics = "127.0.0.1:9101"
+sigma_floor = "1=0.5,2=0.25"
+kappa_floor = 0.25
+max_releases = 1
+"""
 
 Door = Callable[[random.Random], None]
 
@@ -61,7 +77,15 @@ def doors(folder: Path) -> dict[str, Door]:
         except ConfigError as error:
             assert error.cause and error.cure
 
-    others: dict[str, Door] = {"spool": spool, "http": http, "roster": roster}
+    def settings(rng: random.Random) -> None:
+        path = folder / "edge.toml"
+        path.write_bytes(mutated(_SETTINGS, [_SETTINGS], rng))
+        try:
+            device_config(resolve_config({}, {}, path, folder).values)
+        except ConfigError as error:
+            assert error.cause and error.cure
+
+    others: dict[str, Door] = {"spool": spool, "http": http, "roster": roster, "settings": settings}
     return {name: door for name, (door, _) in CONTRACT_DOORS.items()} | others
 
 
@@ -108,7 +132,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first input")
     parser.add_argument("--most", type=int, metavar="N", help="inputs of each door, at most")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default %(default)s")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not 0 < options.minutes < math.inf:  # NaN is neither
+        raise UsageError(f"--minutes {options.minutes:g} tries nothing, or has no end", "give a number above 0")
+    if options.most is not None and options.most < 1:
+        raise UsageError(f"--most {options.most} tries nothing", "give at least 1")
+    if options.first < 0:
+        raise UsageError(f"--first {options.first} is no input's number", "they begin at 0")
+    return options
 
 
 if __name__ == "__main__":

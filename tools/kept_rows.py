@@ -23,7 +23,7 @@ def finished(path: Path, head: Row, proof: str = "curve") -> Row | None:
     except (OSError, ValueError):
         return None
     same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
-    return row if same and row.get(proof) else None
+    return row if same and row.get(proof) not in (None, [], {}) else None
 
 
 def keep(path: Path, row: Row) -> Row:
@@ -33,9 +33,11 @@ def keep(path: Path, row: Row) -> Row:
     return kept
 
 
-def claimed(path: Path, head: Row, compute: Callable[[], Row], proof: str = "curve") -> Row | None:
-    """The stored row, else computed and kept; None where another command is at it."""
+def claimed(path: Path, head: Row, compute: Callable[[], Row] | None, proof: str = "curve") -> Row | None:
+    """The stored row, else computed and kept; None where it may not be computed, or another command is at it."""
     row = finished(path, head, proof)
+    if compute is None:
+        return row
     if row is not None:
         return row
     with claim(path) as is_mine:

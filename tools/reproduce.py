@@ -29,10 +29,11 @@ from contract.output import open_output
 from edge_runtime.engines import engine_names
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
+from tools.kept_rows import Row, finished, keep
 from tools.reproduce_baselines import QUICK_BUDGET
 from tools.reproduce_cells import PACKAGES, STUDIES, Asked, Cell, cells_of, codes_shared_by, missing_reason
 from tools.reproduce_options import add_output, add_share
-from tools.reproduce_rows import Adaptation, Effort, Laboratory, Row
+from tools.reproduce_rows import Adaptation, Effort, Laboratory
 from tools.reproduce_table import results_of
 from tools.reproduce_world import (
     ARCHIVES,
@@ -46,6 +47,7 @@ from tools.reproduce_world import (
     listing,
     quick_world,
 )
+from tools.reproduce_world import digest_of as package_digest
 from tools.share import share_of
 
 ROW_SCHEMA = 2
@@ -210,8 +212,7 @@ def with_package(world: World, name: str) -> World:
 
 def digest_of(world: World) -> str | None:
     """The package that rows are about, in hex; None before it is made."""
-    path = world.front / manifests.MANIFEST_NAME
-    return manifests.digest(path.read_bytes()).hex() if path.exists() else None
+    return package_digest(world.front) if (world.front / manifests.MANIFEST_NAME).exists() else None
 
 
 class Bench:
@@ -277,25 +278,14 @@ def run_rows(bench: Bench, cells: Sequence[Cell], clock: Callable[[], float]) ->
     started_s, rows = clock(), []
     for number, cell in enumerate(cells, start=1):
         head, path = bench.head(cell), bench.path(cell)
-        row = finished(path, head)
+        row = finished(path, head, "accuracy")
         in_time = limit_s is None or clock() - started_s < limit_s
         if row is None and cell in mine and in_time:
             say(f"== row {number} of {len(cells)}: {cell.title}")
-            row = {**head, **bench.compute(cell), "command": bench.command(cell)}
-            write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
+            row = keep(path, {**head, **bench.compute(cell), "command": bench.command(cell)})
             say(line_of(cell, row))
         rows += [] if row is None else [row]
     return rows
-
-
-def finished(path: Path, head: Row) -> Row | None:
-    """The stored row, if it is whole and answers the same question."""
-    try:
-        row = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    same = isinstance(row, dict) and all(row.get(name) == value for name, value in head.items())
-    return row if same and "accuracy" in row else None
 
 
 def missing(cells: Sequence[Cell], rows: Sequence[Row]) -> list[tuple[Cell, str]]:

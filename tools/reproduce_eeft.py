@@ -7,36 +7,34 @@ other is at (or with `--only` one), and `--table` puts together what is there. W
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contract import manifest as manifests
-from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError
+from contract.console import say
 from contract.output import open_output
-from server_runtime.files import write_atomic
-from server_runtime.report import to_html, to_text
 from server_runtime.similarity import AUTOMATIC, CLOSE
-from tools.kept_rows import claimed, finished
+from tools.kept_rows import Row, claimed
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
-from tools.reproduce_eeft_table import Row, compare, results_of, summarise
+from tools.reproduce_eeft_table import compare, results_of, summarise
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world
 from tools.reproduce_options import (
     add_place,
+    add_seeds,
+    add_time_limit,
     check_counts,
     check_known,
     check_rate,
-    numbers,
     read_only,
     refuse_with_quick,
+    study_parser,
     take_defaults,
     texts,
     world_of,
 )
-from tools.reproduce_world import ROOT, alone
+from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 1
 SCENARIOS = {"quick": ("user", "task"), "full": ("task", "user", "environment")}
@@ -74,21 +72,17 @@ def main(argv: Sequence[str]) -> int:
         options.alone,
     )  # fmt: skip
     laboratory = EeftLaboratory(world, options.engine, rates, options.threads)
-    rows = []
-    for number, cell in enumerate(cells, start=1):
-        late = options.stop_after_s is not None and time.monotonic() - started_s > options.stop_after_s
-        which = f"{number} of {len(cells)}"
-        row = finish(root / "rows", options, world, cell, None if late or options.table else laboratory, which)
-        rows += [] if row is None else [row]
-    if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
-    report(options, root, document_of(options, world, rows))
+
+    def find(cell: EeftCell, may_compute: bool, which: str) -> Row | None:
+        return finish(root / "rows", options, world, cell, laboratory if may_compute else None, which)
+
+    document = document_of(options, world, gather(options, root, cells, started_s, find, line_of))
+    report(options, root, document, results_of(document), tables=2)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="tools/reproduce eeft", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
+    parser = study_parser("eeft", __doc__)
     parser.add_argument(
         "--scenarios", type=texts, help="default: task with --quick, else all of " + ",".join(SCENARIOS["full"])
     )
@@ -96,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--methods", type=texts, help=f"default: {','.join(COMPARED)} (fewer with --quick); known: {','.join(METHODS)}"
     )
     parser.add_argument("--ablations", action="store_true", help=f"add {','.join(ABLATED)} (scenario task, first seed)")
-    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
+    add_seeds(parser)
     parser.add_argument("--only", metavar="SCENARIO/METHOD/SEED", help="one row instead of the lists' product")
     parser.add_argument("--rounds", type=int, help="default: 10 with --quick, else 10")
     parser.add_argument(
@@ -106,10 +100,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="of the modules, sgd with momentum 0.5 (default: 0.1)")
     parser.add_argument("--body-learning-rate", type=float, help="where the whole model is trained (default: 0.01)")
     parser.add_argument("--alone", type=int, default=3, help="rounds before EEFT averages (default: %(default)s)")
-    parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
+    add_time_limit(parser)
     add_place(parser, f"{CIFAR}, {PACS} and {WEIGHTS}")
     options = parser.parse_args(argv)
-    take_defaults(options, DEFAULTS)
+    take_defaults(options, DEFAULTS[world_of(options)])
     options.scenarios = options.scenarios or (["task"] if options.quick else list(SCENARIOS["full"]))
     options.methods = options.methods or [name for name in COMPARED if not (options.quick and name in VARIANTS)]
     if options.only is not None:
@@ -173,11 +167,27 @@ def finish(
 ) -> Row | None:  # fmt: skip
     """A cell's row: from `folder` where it is finished, else computed and kept; None where it may not be (without a
     laboratory), or another command is at it."""
-    path = folder / f"eeft-{world.name}-{options.engine}-{cell.scenario}-{cell.method}-seed{cell.seed}.json"
+    path = path_of(folder, options, world, cell)
     if laboratory is None and not path.exists():
         return None
-    front = export_modules(world, METHODS[cell.method].modules)
-    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
+    head = head_of(options, world, cell, digest_of(export_modules(world, METHODS[cell.method].modules)))
+    if laboratory is None:
+        return claimed(path, head, None)
+
+    def compute() -> Row:
+        say(f"== row {which}: {cell.scenario}, {cell.method}, seed {cell.seed}")
+        make_folders(world, [cell])
+        return laboratory.row(cell).document()
+
+    return claimed(path, head, compute)
+
+
+def path_of(folder: Path, options: argparse.Namespace, world: EeftWorld, cell: EeftCell) -> Path:
+    return folder / f"eeft-{world.name}-{options.engine}-{cell.scenario}-{cell.method}-seed{cell.seed}.json"
+
+
+def head_of(options: argparse.Namespace, world: EeftWorld, cell: EeftCell, digest: str) -> Row:
+    """What a row answers: another question is another row."""
     head: Row = {
         "row_schema": ROW_SCHEMA, "study": "eeft", "world": world.name, "engine": options.engine,
         "rounds": options.rounds, "batch": options.batch,
@@ -187,19 +197,7 @@ def finish(
     }  # fmt: skip
     if METHODS[cell.method].strategy == "eeft" and METHODS[cell.method].threshold == AUTOMATIC:
         head["close"] = CLOSE  # rows that were computed by another rule are others
-    if laboratory is None:
-        row = finished(path, head)
-    else:
-
-        def compute() -> Row:
-            say(f"== row {which}: {cell.scenario}, {cell.method}, seed {cell.seed}")
-            make_folders(world, [cell])
-            return laboratory.row(cell).document()
-
-        row = claimed(path, head, compute)
-    if row is not None:
-        say(line_of(row))
-    return row
+    return head
 
 
 def line_of(row: Row) -> str:
@@ -214,23 +212,10 @@ def line_of(row: Row) -> str:
 
 def document_of(options: argparse.Namespace, world: EeftWorld, rows: Sequence[Row]) -> Row:
     """What --format json prints."""
+    settings = ("rounds", "batch", "learning_rate", "body_learning_rate", "alone")
+    data = "; ".join(each.note for each in world.scenarios.values())
     return {
-        "study": "eeft", "world": world.name, "data": "; ".join(each.note for each in world.scenarios.values()),
-        "engine": options.engine, "rounds": options.rounds, "local_epochs": options.local_epochs or "the scenario's",
-        "batch": options.batch, "learning_rate": options.learning_rate,
-        "body_learning_rate": options.body_learning_rate, "alone": options.alone,
+        **document_head("eeft", world.name, data, options, *settings),
+        "local_epochs": options.local_epochs or "the scenario's",
         "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
     }  # fmt: skip
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """rows.jsonl, the page, and the document or the tables on stdout."""
-    page = results_of(document)
-    write_atomic(root / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in document["rows"]).encode())
-    write_atomic(root / "eeft.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("reproduce", {**document, "report": str(root / "eeft.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables[:2])))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'eeft.html'}")

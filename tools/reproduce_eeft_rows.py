@@ -20,32 +20,27 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from contract.console import say
 from contract.image_folder import scan
 from contract.images import ImageRule, load_pixels, normalise, resize
-from contract.keyed_noise import derive_key
 from contract.messages import Update
-from contract.signature import key_id, load_public
 from contract.training import TrainingCut
-from edge_runtime.config import DeviceConfig
-from edge_runtime.install import Installed, install
+from edge_runtime.install import Installed
 from edge_runtime.meters import probe
 from edge_runtime.stages import Stages
-from edge_runtime.state import open_state, write_durably
-from edge_runtime.trainer import TrainerSettings, open_trainer
 from exporter.plan import ModuleChoices
 from exporter.skip_modules import SkipNetwork
 from exporter.split import create
 from server_runtime import backend as backends
-from server_runtime import backend_folder, own_heads, strategies
+from server_runtime import own_heads, strategies
 from server_runtime.backend_folder import TrainingFolder
 from server_runtime.own_heads import OwnHeads, Part, Released
 from server_runtime.strategies import Ask, Metric, Reply, Settings, Site
+from tools.reproduce_devices import DeviceKind, Packages, make_device, part_opener, training_folder
 from tools.reproduce_eeft_judge import Judge, Tested
 from tools.reproduce_eeft_world import EeftWorld, Group, Scenario, export_modules
 from tools.simulation import Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
-from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_device
+from tools.torch_worker import OpenPart, PartDevice, device_name
 
 LABEL_MODE = "client-head"
 RUN, SITE = "reproduce", "federation"
@@ -79,6 +74,10 @@ METHODS: Mapping[str, Method] = {
     "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
     "eeft-silent-alone": Method("eeft", SILENT, "0"),
     "eeft-silent-all": Method("eeft", SILENT, "inf"),
+    "eeft-silent-k1": Method("eeft", replace(SILENT, skips=1)),
+    "eeft-silent-k5": Method("eeft", replace(SILENT, skips=5)),
+    "eeft-silent-k7": Method("eeft", replace(SILENT, skips=7)),
+    "eeft-silent-ce": Method("eeft", replace(SILENT, complexity=0.0)),
 }
 COMPARED = (
     "eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-silent", "eeft-alpha3", "fedmtl", "masking",
@@ -172,7 +171,7 @@ class EeftLaboratory:
         self._device = backends.choose_device(threads)
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-eeft-")
         self._root = Path(self._scratch.name)
-        self._installed: dict[Path, Installed] = {}
+        self._packages = Packages(world.publisher, self._root / "packages", self._device)
         self._tests: dict[str, Tested] = {}
 
     def row(self, cell: EeftCell) -> EeftFound:
@@ -180,14 +179,10 @@ class EeftLaboratory:
         started_s, method = time.monotonic(), METHODS[cell.method]
         scenario = self._world.scenarios[cell.scenario]
         front = export_modules(self._world, method.modules)
-        folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-        assert isinstance(folder, TrainingFolder)
+        folder = training_folder(front)
         released, module = own_heads.load(folder), self._module(folder, method)
-        installed = self._install(front)
-        devices = {
-            name: self._make_device(name, group, cell, scenario, module, installed)
-            for name, group in sorted(scenario.devices.items())
-        }
+        installed = self._packages.install(front)
+        devices = self._devices(cell, scenario, module, installed)
         local_epochs = self._rates.local_epochs or scenario.local_epochs
         rate = self._rates.body_learning_rate if method.modules is None else self._rates.learning_rate
         settings = Settings(
@@ -245,36 +240,18 @@ class EeftLaboratory:
         module.load_state_dict(safetensors.torch.load_file(folder.root / "model.safetensors"))
         return module.float().eval().to(self._device)
 
-    def _install(self, front: Path) -> Installed:
-        if front not in self._installed:
-            publisher = load_public(self._world.publisher)
-            packages = self._root / "packages" / front.name
-            packages.mkdir(parents=True)
-
-            def open_nothing(path: Path) -> None:
-                raise AssertionError(f"{path}: a package of parts has no frontend")
-
-            self._installed[front] = install(front, packages, {key_id(publisher): publisher}, open_nothing, say)
-        return self._installed[front]
-
-    def _make_device(
-        self, name: str, group: Group, cell: EeftCell, scenario: Scenario, module: nn.Module, installed: Installed
-    ) -> PartDevice:
-        """A device whose secrets come from the seed, so that a row repeats."""
-        root = self._root / "states" / f"{cell.scenario}-{cell.method}-{cell.seed}" / name
-        open_state(root).close()
-        for secret, owner in (("device_secret", name), ("site_secret", SITE)):
-            key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)
-            write_durably(root / "identity" / secret, key)
-        classes = root / "classes.txt"
-        write_durably(classes, "".join(f"{each}\n" for each in sorted(group.classes)).encode())
-        config = DeviceConfig(
-            engine=str(installed.folder), data=self._world.train_folder(scenario, name, cell.seed),
-            server="wss://localhost:1", trust=self._world.publisher, ca=None, key=self._world.publisher, name=name,
-            state=root, site_secret=root / "identity" / "site_secret", classes=classes, label_mode=LABEL_MODE,
-            noise="keyed", alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
-        )  # fmt: skip
-        return make_part_device(config, installed, self._open_part(module, installed))
+    def _devices(
+        self, cell: EeftCell, scenario: Scenario, module: nn.Module, installed: Installed
+    ) -> dict[str, PartDevice]:
+        """All of a scenario, by name."""
+        root = self._root / "states" / f"{cell.scenario}-{cell.method}-{cell.seed}"
+        open_part = self._open_part(module, installed)
+        kind = DeviceKind(SITE, self._world.publisher, installed, open_part, LABEL_MODE, self._threads)
+        made = {}
+        for name, group in sorted(scenario.devices.items()):
+            data = self._world.train_folder(scenario, name, cell.seed)
+            made[name] = make_device(kind, root / name, cell.seed, data, sorted(group.classes))
+        return made
 
     def _open_part(self, module: nn.Module, installed: Installed) -> OpenPart:
         plan = installed.training
@@ -283,10 +260,7 @@ class EeftLaboratory:
         def open_torch(cut: TrainingCut):  # type: ignore[no-untyped-def]
             return open_torch_trainer(installed.folder, cut, plan.optimiser, module, None, self._device)
 
-        def open_onnxruntime(cut: TrainingCut):  # type: ignore[no-untyped-def]
-            return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(self._threads))
-
-        return open_torch if self._engine == "torch" else open_onnxruntime
+        return part_opener(self._engine, open_torch, installed, self._threads)
 
 
 def round_of(values: Mapping[str, Metric], accuracy: dict[str, float], seconds: float) -> Round:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,21 +21,19 @@ from typing import Any
 
 import torch
 
-from contract import manifest as manifests
-from contract.canonical import INT_MAX
-from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError, suggest
+from contract.console import print_document, say
+from contract.errors import UsageError
 from contract.output import open_output
-from server_runtime import backend_folder, split_model
-from server_runtime.files import write_atomic
-from server_runtime.report import to_html, to_text
+from server_runtime import split_model
+from server_runtime.report import to_text
 from server_runtime.training_macs import sizes_of
-from tools.kept_rows import finished
+from tools.kept_rows import Row, claimed
+from tools.reproduce_devices import training_folder
 from tools.reproduce_eft_cost import measure_all
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
-from tools.reproduce_eft_table import Row, named, results_of, summarise, with_result
+from tools.reproduce_eft_table import named, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     METHODS,
     EftWorld,
@@ -48,11 +45,25 @@ from tools.reproduce_eft_world import (
     quick_eft_world,
 )
 from tools.reproduce_energy import open_meter
-from tools.reproduce_options import numbers, texts
+from tools.reproduce_options import (
+    add_place,
+    add_seeds,
+    add_share,
+    add_test_images,
+    check_counts,
+    check_known,
+    check_test_images,
+    read_only,
+    refuse_with_quick,
+    study_parser,
+    take_defaults,
+    texts,
+)
+from tools.reproduce_report import document_head, gather, report
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
-from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone
-from tools.share import WHOLE, read_share, share_of
+from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone, digest_of
+from tools.share import WHOLE, share_of
 
 ROW_SCHEMA = 1
 STUDIES = ("main", "mask", "blocks", "threshold", "full", "rates")
@@ -76,14 +87,15 @@ TEST_IMAGES, DEVICES, COST_BATCHES = 1000, 20, (8, 32)
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    started_s, options = time.monotonic(), parse(argv)
     root = open_output(options.output)
     rates = {**RATES, **(best_rates(root / "rows", options) if options.rates is None else options.rates)}
-    cells = share_of(cells_of(options, rates), options.share or WHOLE, lambda cell: cell)
-    world = prepare(options, root / "scratch" / f"eft-{world_of(options)}", cells)
+    cells = cells_of(options, rates)
+    mine = share_of(cells, options.share, lambda cell: cell)
+    world = prepare(options, root / "scratch" / f"eft-{world_of(options)}", mine)
     if options.prepare:
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda v: export_variant(world, v), dict.fromkeys(cell.variant for cell in cells)))
+            list(pool.map(lambda v: export_variant(world, v), dict.fromkeys(cell.variant for cell in mine)))
         say(f"{world.root}: {len(world.names('train'))} training and {len(world.names('test'))} test images")
         return 0
     if options.cost:
@@ -92,39 +104,28 @@ def main(argv: Sequence[str]) -> int:
     effort = EftRates(
         options.rounds, options.local_epochs, options.fraction, options.batch, options.judge_every, SCHEDULE, WARMUP,
     )  # fmt: skip
-    meter = open_meter() if options.share is None else None
+    meter = open_meter() if options.share == WHOLE else None
     laboratory = EftLaboratory(world, options.engine, effort, options.threads, meter)
     if options.leaks:
         show_leaks(options, world, laboratory, cells[0])
         return 0
-    rows, started_s = [], time.monotonic()
-    for number, cell in enumerate(cells, start=1):
-        if time.monotonic() - started_s > options.stop_after_s:
-            say(f"{len(cells) - number + 1} rows are left, as --stop-after-s says")
-            break
-        row = finish(root / "rows", options, world, cell, laboratory, f"{number} of {len(cells)}")
-        rows += [] if row is None else [row]
-    if options.share is not None:
-        return 0
-    if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
-    report(options, root, document_of(options, world, rows))
+
+    def find(cell: EftCell, may_compute: bool, which: str) -> Row | None:
+        return finish(root / "rows", options, world, cell, laboratory if may_compute and cell in mine else None, which)
+
+    document = document_of(options, world, gather(options, root, cells, started_s, find, line_of))
+    report(options, root, document, results_of(document))
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="tools/reproduce eft_vit", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits and a small model: minutes, no archive")
+    parser = study_parser("eft_vit", __doc__)
     parser.add_argument("--dataset", choices=["cifar10", "pacs"], default="cifar10", help="(default: %(default)s)")
     parser.add_argument("--studies", type=texts, default=["main"], help="of: " + ",".join(STUDIES))
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--betas", type=reals, help="Dirichlet (default: 0.1 with --quick, else 0.1,1)")
-    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
+    add_seeds(parser)
     parser.add_argument("--only", metavar="METHOD/BETA/SEED", help="one row of the main study")
-    parser.add_argument(
-        "--share", type=read_share, metavar="I/N", help="every N-th row from the I-th on, and no tables"
-    )
-    parser.add_argument("--stop-after-s", type=float, default=math.inf, metavar="S", help="begin no row after that")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 10")
     parser.add_argument("--local-epochs", type=int, help="epochs of a device in a round (default: 2)")
     parser.add_argument("--fraction", type=float, default=FRACTION, help="devices of a round (default: %(default)s)")
@@ -135,29 +136,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--judge-every", type=int, default=JUDGE_EVERY, help="rounds (default: %(default)s)")
     parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1 (default: what every method reaches)")
-    parser.add_argument("--engine", choices=["torch", "onnxruntime"], help="default: onnxruntime with --quick")
-    parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    add_test_images(parser, TEST_IMAGES)
     parser.add_argument("--jobs", type=int, default=1, help="exports at a time with --prepare (default: %(default)s)")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {ARCHIVE} and {FULL_WEIGHTS}")
-    parser.add_argument("--world", type=Path, metavar="DIR", help="images and packages; made where missing")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--prepare", action="store_true", help="make images and packages, and stop")
+    add_share(parser)
+    action = add_place(parser, f"{ARCHIVE} and {FULL_WEIGHTS}")
     action.add_argument("--cost", action="store_true", help="what a step costs on the device, by mask ratio, and stop")
     action.add_argument("--leaks", action="store_true", help="what the server reads back from features, and stop")
-    action.add_argument("--table", action="store_true", help="compute nothing: the rows that are finished")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
-    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
     options = parser.parse_args(argv)
     if options.leaks:
         options.methods, options.rounds = ["eft_vit"], options.rounds or AFTER[-1]
-    for name, value in DEFAULTS[world_of(options)].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    take_defaults(options, DEFAULTS[world_of(options)])
     if options.only is not None:
-        options.methods, options.betas, options.seeds = read_only(options.only)
-        options.studies = ["main"]
+        method, beta, seed = read_only(options.only, "METHOD/BETA/SEED", "eft_vit/0.1/0")
+        options.studies, options.methods = ["main"], [method]
+        options.betas, options.seeds = only_beta(beta), [int(seed)]
     check(options)
     options.test_images = options.test_images or TEST_IMAGES
     return options
@@ -167,12 +159,12 @@ def world_of(options: argparse.Namespace) -> str:
     return "quick" if options.quick else {"cifar10": "full", "pacs": "pacs"}[options.dataset]
 
 
-def read_only(text: str) -> tuple[list[str], list[float], list[int]]:
+def only_beta(text: str) -> list[float]:
     """Raises: UsageError."""
-    parts = text.split("/")
-    if len(parts) != 3 or not parts[2].isdecimal():
-        raise UsageError(f"--only should be METHOD/BETA/SEED, found {text!r}", "as in --only eft_vit/0.1/0")
-    return [parts[0]], reals(parts[1]), [int(parts[2])]
+    try:
+        return [float(text)]
+    except ValueError as error:
+        raise UsageError(f"--only should have a number as BETA, found {text!r}", "as in eft_vit/0.1/0") from error
 
 
 def reals(text: str) -> list[float]:
@@ -224,30 +216,18 @@ def is_usual(row: Row) -> bool:
 
 def check(options: argparse.Namespace) -> None:
     """Raises: UsageError that names the option."""
-    for what, given, known in (("study", options.studies, STUDIES), ("method", options.methods, METHODS)):
-        for name in given:
-            if name not in known:
-                raise UsageError(f"there is no {what} {name!r}{suggest(name, known)}", f"known: {', '.join(known)}")
-    for flag, value in (("--shared", options.shared), ("--test-images", options.test_images)):
-        if options.quick and value is not None:
-            raise UsageError(f"{flag} belongs to the full reproduction", f"leave out --quick, or {flag}")
+    check_known("study", options.studies, STUDIES)
+    check_known("method", options.methods, tuple(METHODS))
+    refuse_with_quick(options, "--shared", "--test-images")
     if options.dataset != "cifar10" and (options.quick or options.test_images is not None):
         raise UsageError("--dataset pacs has its own images and test images", "leave out --quick and --test-images")
-    lowest = ("rounds", "local_epochs", "batch", "judge_every", "threads", "jobs")
-    for flag, value, least in [(name, getattr(options, name), 1) for name in lowest] + [
-        ("seeds", seed, 0) for seed in options.seeds
-    ]:
-        if not least <= value <= INT_MAX:
-            raise UsageError(f"--{flag.replace('_', '-')} should be {least} or more, found {value}", "correct it")
+    lowest = dict.fromkeys(("rounds", "local-epochs", "batch", "judge-every", "threads", "jobs"), 1)
+    check_counts(options, {**lowest, "seeds": 0})
     if not 0 < options.fraction <= 1:
         raise UsageError(f"--fraction should be more than 0 and at most 1, found {options.fraction}", "correct it")
     if min(options.betas) <= 0:
         raise UsageError(f"--betas should be more than 0, found {min(options.betas)}", "as in --betas 0.1,1")
-    if options.test_images is not None and (options.test_images < 1 or options.test_images % FULL_CLASSES):
-        raise UsageError(
-            f"--test-images should be a multiple of {FULL_CLASSES}, found {options.test_images}",
-            "the same number is drawn of each class",
-        )
+    check_test_images(options.test_images, FULL_CLASSES)
 
 
 def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float]]) -> list[EftCell]:
@@ -297,31 +277,36 @@ def prepare(options: argparse.Namespace, default: Path, cells: Sequence[EftCell]
 
 
 def finish(
-    folder: Path, options: argparse.Namespace, world: EftWorld, cell: EftCell, laboratory: EftLaboratory, which: str
-) -> Row | None:
-    """A cell's row: from `folder` where it is finished, else computed and kept; with --table None instead."""
+    folder: Path, options: argparse.Namespace, world: EftWorld, cell: EftCell, laboratory: EftLaboratory | None,
+    which: str,
+) -> Row | None:  # fmt: skip
+    """A cell's row: from `folder` where it is finished, else computed and kept; None where it may not be (without a
+    laboratory), or another command is at it. What is only read is taken of whatever package."""
+    path = path_of(folder, options, world, cell)
+    if laboratory is None:
+        return claimed(path, head_of(options, world, cell, None), None)
+
+    def compute() -> Row:
+        say(f"== row {which}: {named(asdict(cell))}, seed {cell.seed}")
+        return laboratory.row_of(cell)
+
+    return claimed(path, head_of(options, world, cell, digest_of(export_variant(world, cell.variant))), compute)
+
+
+def path_of(folder: Path, options: argparse.Namespace, world: EftWorld, cell: EftCell) -> Path:
     rates = f"lr{cell.rate:.3g}-{cell.server_rate:.3g}"
     name = f"{cell.variant.name}-beta{cell.beta:g}-t{cell.threshold:g}-{rates}-seed{cell.seed}"
-    path = folder / f"eft-{world.name}-{options.engine}-{name}.json"
-    if options.table and not path.exists():
-        return None
+    return folder / f"eft-{world.name}-{options.engine}-{name}.json"
+
+
+def head_of(options: argparse.Namespace, world: EftWorld, cell: EftCell, digest: str | None) -> Row:
+    """What a row answers: another question is another row."""
     head: Row = {
         "row_schema": ROW_SCHEMA, "study": "eft_vit", "world": world.name, "engine": options.engine,
         "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
         "batch": options.batch, "test_images": len(world.names("test")), **asdict(cell),
     }  # fmt: skip
-    if not options.table:
-        front = export_variant(world, cell.variant)
-        head["package_digest"] = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
-    row = finished(path, head)
-    if row is None and not options.table:
-        say(f"== row {which}: {named(head)}, seed {cell.seed}")
-        row = {**head, **laboratory.row_of(cell)}
-        write_atomic(path, (json.dumps(row, indent=2, allow_nan=False) + "\n").encode())
-        row = json.loads(path.read_text())  # a row that was kept looks the same as one that was not
-    if row is not None:
-        say(line_of(row))
-    return row
+    return head if digest is None else {**head, "package_digest": digest}
 
 
 def line_of(row: Row) -> str:
@@ -338,9 +323,7 @@ def line_of(row: Row) -> str:
 def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
     """Measured here, on onnxruntime, beside the counter."""
     front = export_variant(world, Variant("eft_vit", RATIO, LOCAL))
-    folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-    assert isinstance(folder, backend_folder.TrainingFolder)
-    sizes = sizes_of(split_model.load(folder, torch.device("cpu")).module)
+    sizes = sizes_of(split_model.load(training_folder(front), torch.device("cpu")).module)
     rows = [row for batch in COST_BATCHES for row in measure_all(front, sizes, LOCAL, batch)]
     if options.format == "json":
         print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "rows": rows})
@@ -363,23 +346,7 @@ def show_leaks(options: argparse.Namespace, world: EftWorld, laboratory: EftLabo
 def document_of(options: argparse.Namespace, world: EftWorld, rows: Sequence[Row]) -> Row:
     """What --format json prints."""
     return {
-        "study": "eft_vit", "world": world.name, "data": world.note, "engine": options.engine,
-        "rounds": options.rounds, "local_epochs": options.local_epochs, "fraction": options.fraction,
-        "batch": options.batch, "label_mode": LABEL_MODE,
-        "schedule": f"{SCHEDULE}, {WARMUP} round of warm-up",
+        **document_head("eft_vit", world.name, world.note, options, "rounds", "local_epochs", "fraction", "batch"),
+        "label_mode": LABEL_MODE, "schedule": f"{SCHEDULE}, {WARMUP} round of warm-up",
         "cells": summarise(rows, options.target), "rows": list(map(with_result, rows)),
     }  # fmt: skip
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """rows.jsonl, the page, and the document or the tables on stdout."""
-    page = results_of(document)
-    lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
-    write_atomic(root / "rows.jsonl", lines.encode())
-    write_atomic(root / "eft_vit.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("reproduce", {**document, "report": str(root / "eft_vit.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables)))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'eft_vit.html'}")

@@ -181,7 +181,7 @@ def leaks(laboratory: EftLaboratory, cell: EftCell, dealt: Mapping[str, Sequence
     cut = next(cut for cut in shipped.plan.cuts if cut.loss == "none")
     assert cut.patches is not None and cut.kept is not None
     side, image = math.isqrt(cut.patches), installed.manifest.image
-    normalised, _ = laboratory.test_images(installed)
+    normalised, _ = laboratory.test_images()
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (image.mean, image.std))
     public = (normalised.cpu() * std + mean).clamp(0, 1)
     attacker = Attacker(local, public, normalised, (side, side), cut.kept)

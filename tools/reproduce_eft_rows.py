@@ -18,26 +18,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from contract.images import normalise
-from contract.keyed_noise import derive_key
 from contract.training import TrainingCut
-from edge_runtime.config import DeviceConfig
 from edge_runtime.install import Installed
 from edge_runtime.meters import Meter
 from edge_runtime.round_keeper import RoundKeeper
-from edge_runtime.state import open_state, write_durably
 from exporter.models import family_of
 from exporter.models._peft import PROMPTS
 from server_runtime import strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, PartStrategy, Reply, Settings, Site
 from server_runtime.training_macs import VitSizes, sizes_of
+from tools.reproduce_devices import DeviceKind, make_device
 from tools.reproduce_eft_world import EftWorld, Variant, export_variant
 from tools.reproduce_energy import RowEnergy
 from tools.reproduce_split_rows import LABEL_MODE, RUN, SITE, SplitLaboratory, SplitRates, named
 from tools.simulation import Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
-from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_device
+from tools.torch_worker import OpenPart, PartDevice, device_name
 
 JUDGED_AT_ONCE = 500
 
@@ -125,7 +122,7 @@ class EftLaboratory(SplitLaboratory):
         """`meter` is `RowEnergy`'s."""
         super().__init__(world, engine, SplitRates(rates.rounds, rates.batch, 0.0), threads)  # type: ignore[arg-type]
         self._eft_world, self._eft, self._meter = world, rates, meter
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         self._images: tuple[Tensor, np.ndarray] | None = None
 
@@ -164,7 +161,7 @@ class EftLaboratory(SplitLaboratory):
             "curve": [asdict(each) for each in curve],
             "images": sum(len(device.dataset.samples) for device in devices.values()),
             "devices": len(devices),
-            "training_device": f"torch {torch.__version__} on {device_name(self._device)}",
+            "training_device": f"torch {torch.__version__} on {device_name(self.device)}",
             **energy.facts(),
             "seconds": round(time.monotonic() - started_s, 2),
         }
@@ -189,45 +186,36 @@ class EftLaboratory(SplitLaboratory):
     def package(self, cell: EftCell) -> tuple[Shipped, Installed]:
         """The server's side and the devices'."""
         front = export_variant(self._eft_world, cell.variant)
-        return self._ship(front), self._install(front)
+        return self.packages.ship(front), self.packages.install(front)
 
     def devices(self, cell: EftCell, names: Sequence[str], noise: str = "keyed") -> dict[str, PartDevice]:
         """Devices whose secrets come from the seed, so that a row repeats; `noise` is of their own config."""
         shipped, installed = self.package(cell)
         open_part = self._open_shared(cell, shipped, installed)
-        return {name: self._make(name, cell, installed, open_part, noise) for name in names}
+        world = self._eft_world
+        kind = DeviceKind(SITE, world.publisher, installed, open_part, LABEL_MODE, self._threads)
+        root = self._root / "states" / f"{cell.variant.name}-{cell.beta:g}-{cell.seed}"
+        made = {}
+        for name in names:
+            data = world.train_folder(name, cell.beta, cell.seed)
+            made[name] = make_device(kind, root / name, cell.seed, data, world.classes, {"noise": noise})
+        return made
 
     def _open_shared(self, cell: EftCell, shipped: Shipped, installed: Installed) -> OpenPart:
         """Devices that keep nothing between rounds share one trainer: they are driven in turn."""
         if self._engine != "torch" or cell.strategy != "fed_avg":
-            return self._open_part(shipped, installed)
+            return self.open_part(shipped, installed)
         opened: dict[int, Any] = {}
 
         def open_once(cut: TrainingCut) -> Any:
             if cut.index not in opened:
                 plan = shipped.plan
                 opened[cut.index] = open_torch_trainer(
-                    installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self._device
+                    installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self.device
                 )
             return opened[cut.index]
 
         return open_once
-
-    def _make(self, name: str, cell: EftCell, installed: Installed, open_part: OpenPart, noise: str) -> PartDevice:
-        root = self._root / "states" / f"{cell.variant.name}-{cell.beta:g}-{cell.seed}" / name
-        open_state(root).close()
-        for secret, owner in (("device_secret", name), ("site_secret", SITE)):
-            key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)
-            write_durably(root / "identity" / secret, key)
-        classes = root / "classes.txt"
-        write_durably(classes, "".join(f"{each}\n" for each in self._eft_world.classes).encode())
-        config = DeviceConfig(
-            engine=str(installed.folder), data=self._eft_world.train_folder(name, cell.beta, cell.seed),
-            server="wss://localhost:1", trust=self._eft_world.publisher, ca=None, key=self._eft_world.publisher,
-            name=name, state=root, site_secret=root / "identity" / "site_secret", classes=classes,
-            label_mode=LABEL_MODE, noise=noise, alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
-        )  # fmt: skip
-        return make_part_device(config, installed, open_part)
 
     def _class_shares(self, device: PartDevice) -> np.ndarray:
         """(C,) of a device's images."""
@@ -246,8 +234,8 @@ class EftLaboratory(SplitLaboratory):
         state = strategy.state()
         model = copy.deepcopy(shipped.module).eval()
         model.load_state_dict(named(state, "backend."))
-        head = {name: tensor.to(self._device) for name, tensor in named(state, "head.").items()}
-        images, labels = self.test_images(installed)
+        head = {name: tensor.to(self.device) for name, tensor in named(state, "head.").items()}
+        images, labels = self.test_images()
         if cell.method != "eft_vit":
             hits = self._hits(lambda x: functional.linear(model(x), head["weight"], head["bias"]), images, labels)
             per_class = self._per_class(hits, labels)
@@ -264,7 +252,7 @@ class EftLaboratory(SplitLaboratory):
         return float(np.mean([each[0] for each in found])), float(np.mean([each[1] for each in found]))
 
     def _hits(self, chain: Any, images: Tensor, labels: np.ndarray) -> np.ndarray:
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             found = [chain(piece).argmax(dim=1) for piece in images.split(JUDGED_AT_ONCE)]
         return torch.cat(found).cpu().numpy() == labels
 
@@ -272,12 +260,11 @@ class EftLaboratory(SplitLaboratory):
         """(C,) shares of hits."""
         return np.array([hits[labels == each].mean() for each in range(len(self._eft_world.classes))])
 
-    def test_images(self, installed: Installed) -> tuple[Tensor, np.ndarray]:
+    def test_images(self) -> tuple[Tensor, np.ndarray]:
         """Normalised test images (n, 3, h, w) on the device, and class numbers (n,)."""
         if self._images is None:
-            pixels, labels = self._tested
-            images = normalise(pixels, installed.manifest.image)
-            self._images = torch.from_numpy(images).to(self._device), labels
+            images, labels = self.tested
+            self._images = images.to(self.device), labels.numpy()
         return self._images
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +23,7 @@ from contract.errors import UsageError
 from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, Table, to_html, to_text
-from tools.reproduce import finished
+from tools.kept_rows import finished, keep
 from tools.reproduce_noise_attack import Attacker, AttackRule, Pairs, Quality, images_of, patches_of, quality
 from tools.reproduce_noise_learning import (
     TUNES,
@@ -38,6 +37,7 @@ from tools.reproduce_noise_learning import (
 from tools.reproduce_noise_release import Known, Release, Wire, know
 from tools.reproduce_noise_shape import learn_shape
 from tools.reproduce_noise_world import Halves, Pictures, SitePictures, open_pictures, open_site
+from tools.reproduce_options import add_output, numbers
 from tools.reproduce_world import ARCHIVES, ROOT, World, alone, full_world, listing, quick_world
 from tools.share import WHOLE, Share, read_share, share_of
 
@@ -130,13 +130,12 @@ def main() -> int:
             "row_schema": ROW_SCHEMA, "world": world.name, "recipe": asdict(recipe), "size": asdict(size),
             "seeds": options.seeds, "shots": options.shots, "test_images": options.test_images,
         }  # fmt: skip
-        row = finished(path, json.loads(json.dumps(head)))
+        row = finished(path, json.loads(json.dumps(head)), "accuracy")
         if row is None:
             if options.seconds and time.monotonic() - STARTED_S > options.seconds:
                 say(f"no time left for: {recipe.name}")
                 continue
-            row = {**head, "name": recipe.name, **asdict(study.row(recipe))}
-            write_atomic(path, (json.dumps(row, indent=1) + "\n").encode())
+            row = keep(path, {**head, "name": recipe.name, **asdict(study.row(recipe))})
         say(line_of(row))
         rows.append(row)
     report(options, root, rows)
@@ -347,22 +346,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, metavar="S", help="begin no row after this time")
     parser.add_argument("--shared", type=Path, metavar="DIR", help=f"holds {listing(ARCHIVES)}")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce-noise"
-    parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
+    add_output(parser, "cutlayer-reproduce-noise")
     options = parser.parse_args(argv)
     options.seeds = options.seeds or ([1] if options.quick else [1, 42, 215])
     options.shots = options.shots or ([5] if options.quick else [5, 10])
     if min(options.shots) < 2 or (options.attack_steps is not None and options.attack_steps < 1):
         raise UsageError("expected 2 shots or more and 1 attack step or more", "correct --shots or --attack-steps")
     return options
-
-
-def numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected numbers separated by commas, found {text!r}") from error
 
 
 if __name__ == "__main__":

@@ -12,8 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from contract.canonical import INT_MAX
+from contract.console import ArgumentParser
 from contract.errors import UsageError, suggest
 from tools.share import WHOLE, read_share
+
+
+def study_parser(name: str, doc: str | None, lasts: str = "minutes") -> ArgumentParser:
+    """The parser of `tools/reproduce NAME`, described by the first line of `doc`; the quick form `lasts` so long."""
+    parser = ArgumentParser(prog=f"tools/reproduce {name}", description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=f"digits and a very small model: {lasts}, no archive")
+    return parser
+
+
+def add_seeds(parser: argparse.ArgumentParser, full: str = "0,1,2") -> None:
+    parser.add_argument("--seeds", type=numbers, help=f"default: 0 with --quick, else {full}")
+
+
+def add_test_images(parser: argparse.ArgumentParser, default: int) -> None:
+    """None where it is not given, so that `refuse_with_quick` can tell; then `default`."""
+    parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {default}")
 
 
 def add_place(parser: argparse.ArgumentParser, holds: str) -> argparse._MutuallyExclusiveGroup:
@@ -30,10 +47,10 @@ def add_place(parser: argparse.ArgumentParser, holds: str) -> argparse._Mutually
     return action
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser, folder: str = "cutlayer-reproduce") -> None:
     """Where rows are kept, and how they are shown."""
     parser.add_argument("--format", choices=["table", "json"], default="table")
-    default = Path(tempfile.gettempdir()) / "cutlayer-reproduce"
+    default = Path(tempfile.gettempdir()) / folder
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="DIR", help="(default: %(default)s)")
 
 
@@ -42,12 +59,16 @@ def add_share(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share", type=read_share, metavar="I/N", default=WHOLE, help="compute part I of N of the rows"
     )
+    add_time_limit(parser)
+
+
+def add_time_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
 
 
-def take_defaults(options: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """Fill in what was not given, by world."""
-    for name, value in defaults[world_of(options)].items():
+def take_defaults(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Fill in what was not given."""
+    for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 

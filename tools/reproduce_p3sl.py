@@ -9,41 +9,41 @@ the leakage tables) that no other is at, and `--table` puts together what is the
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from contract import manifest as manifests
-from contract.console import ArgumentParser, print_document, say
+from contract.console import say
 from contract.errors import UsageError
 from contract.leakage import Table
 from contract.output import open_output
-from server_runtime.files import write_atomic
-from server_runtime.report import to_html, to_text
 from tools.fleet_file import PAPER, environments_of, load_fleet
-from tools.kept_rows import Row, claimed, finished
+from tools.kept_rows import Row, claimed
 from tools.reproduce_options import (
     add_place,
+    add_seeds,
+    add_test_images,
+    add_time_limit,
     check_counts,
     check_known,
     check_rate,
     check_test_images,
-    numbers,
     read_only,
     refuse_with_quick,
+    study_parser,
     take_defaults,
     texts,
     world_of,
 )
-from tools.reproduce_p3sl_rows import METHODS, NOISES, TABLE, P3slCell, P3slLaboratory, P3slRates
+from tools.reproduce_p3sl_rows import COPY, METHODS, NOISES, TABLE, P3slCell, P3slLaboratory, P3slRates
 from tools.reproduce_p3sl_table import compare, results_of, summarise
 from tools.reproduce_p3sl_world import P3slWorld, full_p3sl_world, leakage_table, quick_p3sl_world
+from tools.reproduce_report import document_head, gather, report
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
-from tools.reproduce_world import ROOT, alone
+from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 2
 MODELS = {"quick": ("resnet18",), "full": ("vgg16_bn", "resnet18")}
@@ -58,6 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     },
 }  # fmt: skip
 TEST_IMAGES = 2000
+USUAL = [method for method in METHODS if method != COPY]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,25 +82,23 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     laboratory = P3slLaboratory(world, fleets, options.engine, rates, options.threads)
     tables: dict[str, Table] = {}
-    rows = []
-    for number, cell in enumerate(cells, start=1):
-        late = options.stop_after_s is not None and time.monotonic() - started_s > options.stop_after_s
-        row = row_of(options, world, cell, root / "rows", None if late or options.table else laboratory, tables, number)
-        rows += [] if row is None else [row]
-    if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
-    report(options, root, document_of(options, world, rows, len(cells)))
+
+    def find(cell: P3slCell, may_compute: bool, which: str) -> Row | None:
+        return row_of(options, world, cell, root / "rows", laboratory if may_compute else None, tables, which)
+
+    rows = gather(options, root, cells, started_s, find, line_of)
+    document = document_of(options, world, rows, len(cells))
+    report(options, root, document, results_of(document), tables=3)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="tools/reproduce p3sl", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
+    parser = study_parser("p3sl", __doc__)
     parser.add_argument("--models", type=texts, help="default: " + ",".join(MODELS["full"]))
-    parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
+    parser.add_argument("--methods", type=texts, default=USUAL, help=f"default: {','.join(USUAL)}; also: {COPY}")
     parser.add_argument("--noises", type=texts, default=list(NOISES), help="of the baselines (default: 2.5,table)")
-    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet (default: A)")
-    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
+    parser.add_argument("--environments", type=texts, default=["A"], help="of the fleet, such as A,B (default: A)")
+    add_seeds(parser)
     parser.add_argument("--only", metavar="MODEL/METHOD/NOISE/ENVIRONMENT/SEED", help="one row")
     parser.add_argument("--epochs", type=int, help="default: 10")
     parser.add_argument("--aggregate-every", type=int, default=5, help="epochs, R (default: %(default)s)")
@@ -113,12 +112,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="T_FSIM where the leakage table has none (default: what its splits show least of without noise)",
     )
     parser.add_argument("--fleet", type=Path, default=PAPER, metavar="FILE", help="devices (default: the paper's)")
-    parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
-    parser.add_argument("--stop-after-s", type=float, metavar="S", help="begin no further row then")
+    add_test_images(parser, TEST_IMAGES)
+    add_time_limit(parser)
     action = add_place(parser, ARCHIVE)
     action.add_argument("--leak", action="store_true", help="attack parts for their leakage tables, and stop")
     options = parser.parse_args(argv)
-    take_defaults(options, DEFAULTS)
+    take_defaults(options, DEFAULTS[world_of(options)])
     if options.only is not None:
         form = "MODEL/METHOD/NOISE/ENVIRONMENT/SEED"
         model, method, noise, environment, seed = read_only(options.only, form, "vgg16_bn/ssl/2.5/A/0")
@@ -165,40 +164,43 @@ def cells_of(options: argparse.Namespace) -> list[P3slCell]:
         for environment in options.environments
         for model in options.models
         for method in options.methods
-        for noise in (options.noises if method != "p3sl" else [TABLE])
+        for noise in (options.noises if METHODS[method] != "p3sl" else [TABLE])
     ]
 
 
 def row_of(
     options: argparse.Namespace, world: P3slWorld, cell: P3slCell, folder: Path, laboratory: P3slLaboratory | None,
-    tables: dict[str, Table], number: int,
+    tables: dict[str, Table], which: str,
 ) -> Row | None:  # fmt: skip
     """A cell's row: from `folder` where it is finished, else computed and kept; None where it may not be (without a
     laboratory), or another command is at it."""
-    name = f"{cell.model}-{cell.method}-{cell.noise}-{cell.environment}-seed{cell.seed}"
-    path = folder / f"p3sl-{world.split.name}-{options.engine}-{name}.json"
+    path = path_of(folder, options, world, cell)
     if laboratory is None and not path.exists():
         return None
-    front = world.package(cell.model)
-    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
+    head = head_of(options, world, cell, digest_of(world.package(cell.model)))
+    if laboratory is None:
+        return claimed(path, head, None)
+
+    def compute() -> Row:
+        say(f"== row {which}: {path.stem}")
+        return laboratory.row(cell, table_of(world, cell.model, options.threads, tables))
+
+    return claimed(path, head, compute)
+
+
+def path_of(folder: Path, options: argparse.Namespace, world: P3slWorld, cell: P3slCell) -> Path:
+    name = f"{cell.model}-{cell.method}-{cell.noise}-{cell.environment}-seed{cell.seed}"
+    return folder / f"p3sl-{world.split.name}-{options.engine}-{name}.json"
+
+
+def head_of(options: argparse.Namespace, world: P3slWorld, cell: P3slCell, digest: str) -> Row:
+    """What a row answers: another question is another row."""
     settings = ("epochs", "batch", "learning_rate", "aggregate_every", "fsim_threshold")
-    head: Row = {
+    return {
         "row_schema": ROW_SCHEMA, "study": "p3sl", "world": world.split.name, "engine": options.engine,
         "package_digest": digest, "test_images": len(world.split.names("test")), **asdict(cell),
         **{name: getattr(options, name) for name in settings},
     }  # fmt: skip
-    if laboratory is None:
-        row = finished(path, head)
-    else:
-
-        def compute() -> Row:
-            say(f"== row {number}: {name}")
-            return laboratory.row(cell, table_of(world, cell.model, options.threads, tables))
-
-        row = claimed(path, head, compute)
-    if row is not None:
-        say(line_of(row))
-    return row
 
 
 def table_of(world: P3slWorld, model: str, threads: int, known: dict[str, Table]) -> Table:
@@ -226,22 +228,7 @@ def document_of(options: argparse.Namespace, world: P3slWorld, rows: Sequence[Ro
     """What --format json prints."""
     cells = summarise(rows)
     return {
-        "study": "p3sl", "world": world.split.name, "data": world.split.note, "engine": options.engine,
-        "epochs": options.epochs, "batch": options.batch,
-        "aggregate_every": options.aggregate_every,
+        **document_head("p3sl", world.split.name, world.split.note, options, "epochs", "batch", "aggregate_every"),
         "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}", "label_mode": LABEL_MODE,
         "rows_missing": asked - len(rows), "cells": cells, "pairs": compare(cells), "rows": list(rows),
     }  # fmt: skip
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """p3sl.jsonl, the page, and the document or the tables on stdout."""
-    page = results_of(document)
-    write_atomic(root / "p3sl.jsonl", "".join(json.dumps(row) + "\n" for row in document["rows"]).encode())
-    write_atomic(root / "p3sl.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("reproduce", {**document, "report": str(root / "p3sl.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables[:3])))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'p3sl.html'}")

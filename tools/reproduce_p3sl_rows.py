@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from contract.image_folder import scan
 from contract.leakage import Table
 from contract.privacy_table import PrivacyTable, from_leakage
 from edge_runtime.choose_split import SplitCost
-from server_runtime import backend_folder, strategies
-from server_runtime.backend_folder import TrainingFolder
+from edge_runtime.install import Installed
+from server_runtime import strategies
 from server_runtime.evaluation import Evaluation
 from server_runtime.noise_table import NoiseTable, initial_table, uniform_table
 from server_runtime.split_model import Shipped
@@ -25,14 +28,24 @@ from server_runtime.strategies.p3sl import P3SL
 from tools.fleet import Fleet, Work, cost_of, within_cap
 from tools.fleet_ledger import Ledger, Spent
 from tools.fleet_work import works_of
+from tools.reproduce_devices import training_folder
 from tools.reproduce_p3sl_world import STRATEGY, P3slWorld
-from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates
+from tools.reproduce_split_rows import LABEL_MODE, RUN, SCHEDULE, SITE, Owner, SplitLaboratory, SplitRates, read_images
 from tools.simulation import Answers, Terms, adapt, part_accuracy
 from tools.torch_worker import PartDevice, device_name, with_images
 
-METHODS = {"p3sl": "p3sl", "asl": "asl", "ares": "ares", "ssl": "sequential_split", "psl": "parallel_split"}
+COPY = "p3sl_copy"  # P3SL whose server trains on with its own layers, not with the average
+METHODS = {
+    "p3sl": "p3sl",
+    COPY: "p3sl",
+    "asl": "asl",
+    "ares": "ares",
+    "ssl": "sequential_split",
+    "psl": "parallel_split",
+}
 PUBLISHED, TABLE = "2.5", "table"
 NOISES = (PUBLISHED, TABLE)
+STATISTICS_IMAGES = 1000
 COMMON = ("ssl", "psl")  # methods with one split for all devices
 QUALITY = "modelled: joules of an epoch, all devices, waiting and sleep counted; nothing was measured"
 
@@ -105,8 +118,8 @@ class P3slLaboratory:
         """Raises: TrainingError, DeviceError, DataError."""
         started_s, fleet = time.monotonic(), self._fleets[cell.environment]
         front = self._world.package(cell.model)
-        installed = self._split.install(front)
-        plain = self._split.ship(front)
+        installed = self._split.packages.install(front)
+        plain = self._split.packages.ship(front)
         images, labels = self._split.tested
         classes = len(self._world.split.classes)
         shipped = replace(plain, leakage=table, evaluation=Evaluation(images.numpy(), labels.numpy(), classes))
@@ -139,6 +152,7 @@ class P3slLaboratory:
         totals = {key: sum(each.joules[key] for each in found.values()) for key in next(iter(found.values())).joules}
         return {
             "setting": setting_of(cell), "accuracy": curve[-1].test_accuracy,
+            "retaken_accuracy": self._split.judge(plain, strategy.state(), self._public_images(installed)),
             "own_accuracy": sum(each.own_accuracy for each in found.values()) / len(found),
             "bytes": sum(each.bytes_up + each.bytes_down for each in curve),
             "seconds": round(time.monotonic() - started_s, 2), "energy_j": totals["whole"], "energy_quality": QUALITY,
@@ -151,6 +165,11 @@ class P3slLaboratory:
             "training_device": f"torch on {device_name(self._split.device)}",
         }  # fmt: skip
 
+    def _public_images(self, installed: Installed) -> torch.Tensor:
+        """Images that are nobody's, by which norms take their statistics anew; of every class as many."""
+        files = scan(self._world.public_folder, None).images
+        return read_images(files[:: max(1, len(files) // STATISTICS_IMAGES)], installed.manifest.image)
+
     def _judge(
         self, cell: P3slCell, strategy: PartStrategy, devices: Mapping[str, PartDevice], ledger: Ledger
     ) -> dict[str, float]:
@@ -158,7 +177,7 @@ class P3slLaboratory:
         found: dict[str, float] = {}
         known: dict[object, float] = {}
         for name, device in devices.items():
-            key = name if cell.method == "p3sl" else ledger.times[name].split
+            key = name if METHODS[cell.method] == "p3sl" else ledger.times[name].split
             if key not in known:
                 known[key] = part_accuracy(strategy, with_images(device, self._world.split.test_folder()), RUN)
             found[name] = known[key]
@@ -168,8 +187,7 @@ class P3slLaboratory:
         """What a step of each part of the package takes."""
         if model not in self._works:
             front = self._world.package(model)
-            folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-            assert isinstance(folder, TrainingFolder)
+            folder = training_folder(front)
             cuts = [cut.index for cut in folder.training.cuts]
             self._works[model] = works_of(folder.model, dict(folder.model_args), cuts)
         return self._works[model]
@@ -192,11 +210,11 @@ class P3slLaboratory:
         settings = Settings(
             LABEL_MODE, 0.0, rates.epochs, 0, 0.0, cell.seed, batch=rates.batch, learning_rate=rates.learning_rate,
             schedule=SCHEDULE, sigma=PUBLISHED if cell.noise == PUBLISHED else "table",
-            aggregate_every=rates.aggregate_every,
+            aggregate_every=rates.aggregate_every, average_into="copy" if cell.method == COPY else "server",
             cuts=str(common_split(self._fleets[cell.environment], works, rates.batch)) if cell.method in COMMON else "",
             fsim_threshold=threshold_of(table, rates.threshold),
         )  # fmt: skip
-        if cell.method == "p3sl":
+        if METHODS[cell.method] == "p3sl":
             return P3SL(shipped, settings, ledger.clock)
         return strategies.find(METHODS[cell.method]).build(shipped, settings)
 

@@ -10,31 +10,28 @@ there. What a row is is `reproduce_prototypes_rows`' part, tables are `reproduce
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contract import manifest as manifests
-from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError
+from contract.console import print_document, say
 from contract.output import open_output
-from server_runtime.files import write_atomic
-from server_runtime.report import to_html, to_text
+from server_runtime.report import to_text
 from server_runtime.schedule import SCHEDULES
-from tools.kept_rows import finished, keep
+from tools.kept_rows import Row, claimed
 from tools.reproduce_energy import open_meter
 from tools.reproduce_options import (
     add_place,
+    add_seeds,
     add_share,
     check_counts,
     check_known,
     check_rate,
-    numbers,
     read_only,
     refuse_with_quick,
+    study_parser,
     take_defaults,
     texts,
     world_of,
@@ -46,7 +43,7 @@ from tools.reproduce_prototypes_rows import (
     PrototypeLaboratory,
     PrototypeRates,
 )
-from tools.reproduce_prototypes_table import Row, compare, results_of, summarise
+from tools.reproduce_prototypes_table import compare, results_of, summarise
 from tools.reproduce_prototypes_world import (
     DOMAINS,
     QUICK_DOMAINS,
@@ -55,7 +52,8 @@ from tools.reproduce_prototypes_world import (
     full_domains,
     quick_domains,
 )
-from tools.reproduce_world import ROOT, alone
+from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 1
 STUDIES = ("main", "l2", "layer1", "one-copy", "devices")
@@ -85,22 +83,20 @@ def main(argv: Sequence[str]) -> int:
     if options.leaks:
         print_leaks(options, world)
         return 0
-    rows = run_rows(options, world, root / "rows", cells)
-    if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
-    report(options, root, document_of(options, world, rows, len(cells)))
+    rows = run_rows(options, world, root, cells)
+    document = document_of(options, world, rows, len(cells))
+    report(options, root, document, results_of(document), tables=3)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="tools/reproduce prototypes", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits and a very small model: minutes, no archive")
+    parser = study_parser("prototypes", __doc__)
     parser.add_argument(
         "--studies", type=texts, help=f"of {','.join(STUDIES)}; default: main with --quick, else main,l2"
     )
     parser.add_argument("--methods", type=texts, default=list(METHODS), help="default: " + ",".join(METHODS))
     parser.add_argument("--domains", type=texts, help="held out in turn; default: tinted with --quick, else all")
-    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0 to 9")
+    add_seeds(parser, "0 to 9")
     parser.add_argument("--only", metavar="METHOD/DOMAIN/SEED", help="one row of the studies instead of the product")
     parser.add_argument("--rounds", type=int, help="default: 6 with --quick, else 12")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 32)")
@@ -119,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add_share(parser)
     options = parser.parse_args(argv)
-    take_defaults(options, DEFAULTS)
+    take_defaults(options, DEFAULTS[world_of(options)])
     if options.only is not None:
         method, domain, seed = read_only(options.only, "METHOD/DOMAIN/SEED", "ours/sketch/0")
         options.methods, options.domains, options.seeds = [method], [domain], [int(seed)]
@@ -167,28 +163,31 @@ def cells_of(options: argparse.Namespace) -> list[PrototypeCell]:
     return list(dict.fromkeys(cells))
 
 
-def run_rows(
-    options: argparse.Namespace, world: DomainWorld, folder: Path, cells: Sequence[PrototypeCell]
-) -> list[Row]:
-    """The finished rows: read where they are kept, else computed and kept, but for those of another's share."""
+def run_rows(options: argparse.Namespace, world: DomainWorld, root: Path, cells: Sequence[PrototypeCell]) -> list[Row]:
+    """The finished rows: read where they are kept, else computed and kept, but for those of another's share.
+
+    Raises: UsageError where there is none."""
     part, parts = options.share
     # Neighbours, not every n-th: the methods of one seed and domain then read their images once.
     mine = set(cells[len(cells) * (part - 1) // parts : len(cells) * part // parts])
     meter = open_meter() if parts == 1 else None
     rates = PrototypeRates(options.rounds, options.batch, options.learning_rate, options.schedule)
     laboratory = PrototypeLaboratory(world, options.engine, rates, options.threads, meter)
-    started_s, rows = time.monotonic(), []
-    for number, cell in enumerate(cells, start=1):
-        path = folder / f"prototypes-{world.name}-{options.engine}-{cell.name.replace('/', '-')}.json"
-        head = head_of(options, world, cell)
-        row = finished(path, head)
-        in_time = options.stop_after_s is None or time.monotonic() - started_s < options.stop_after_s
-        if row is None and cell in mine and in_time and not options.table:
-            say(f"== row {number} of {len(cells)}: {cell.name}")
-            row = keep(path, {**head, **laboratory.row(cell).document(), "command": command(options, cell)})
-            say(line_of(row))
-        rows += [] if row is None else [row]
-    return rows
+
+    def find(cell: PrototypeCell, may_compute: bool, which: str) -> Row | None:
+        path = path_of(root / "rows", options, world, cell)
+        is_mine = may_compute and cell in mine
+        if not is_mine and not path.exists():
+            return None
+
+        def compute() -> Row:
+            say(f"== row {which}: {cell.name}")
+            return {**laboratory.row(cell).document(), "command": command(options, cell)}
+
+        head = head_of(options, world, cell, digest_of(export_domain_package(world, cell.package)))
+        return claimed(path, head, compute if is_mine else None)
+
+    return gather(options, root, cells, time.monotonic(), find, line_of)
 
 
 def print_leaks(options: argparse.Namespace, world: DomainWorld) -> None:
@@ -207,10 +206,12 @@ def print_leaks(options: argparse.Namespace, world: DomainWorld) -> None:
     print(to_text(leaking.table_of(rows)))
 
 
-def head_of(options: argparse.Namespace, world: DomainWorld, cell: PrototypeCell) -> Row:
+def path_of(folder: Path, options: argparse.Namespace, world: DomainWorld, cell: PrototypeCell) -> Path:
+    return folder / f"prototypes-{world.name}-{options.engine}-{cell.name.replace('/', '-')}.json"
+
+
+def head_of(options: argparse.Namespace, world: DomainWorld, cell: PrototypeCell, digest: str) -> Row:
     """What a row answers: another question is another row."""
-    front = export_domain_package(world, cell.package)
-    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
     names = ("rounds", "batch", "learning_rate", "schedule", "train_images", "test_images", "engine")
     return {
         "row_schema": ROW_SCHEMA, "study": "prototypes", "world": world.name, "package_digest": digest, **vars(cell),
@@ -245,22 +246,7 @@ def line_of(row: Row) -> str:
 def document_of(options: argparse.Namespace, world: DomainWorld, rows: Sequence[Row], asked: int) -> Row:
     """What --format json prints."""
     return {
-        "study": "prototypes", "world": world.name, "data": world.note, "engine": options.engine,
-        "rounds": options.rounds, "batch": options.batch,
+        **document_head("prototypes", world.name, world.note, options, "rounds", "batch"),
         "learning_rate": f"{options.learning_rate:g}, {options.schedule}", "label_mode": "logit-gradient",
         "rows_missing": asked - len(rows), "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
     }  # fmt: skip
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """rows.jsonl, the page, and the document or the tables on stdout."""
-    page = results_of(document)
-    lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
-    write_atomic(root / "prototypes.jsonl", lines.encode())
-    write_atomic(root / "prototypes.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("reproduce", {**document, "report": str(root / "prototypes.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables[:3])))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'prototypes.html'}")

@@ -21,29 +21,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from contract.console import say
 from contract.image_folder import scan
 from contract.images import ImageRule, load_pixels, normalise, resize
-from contract.keyed_noise import derive_key
-from contract.signature import key_id, load_public
 from contract.training import TrainingCut
-from edge_runtime.config import DeviceConfig
-from edge_runtime.install import Installed, install
+from edge_runtime.install import Installed
 from edge_runtime.meters import Meter
-from edge_runtime.state import open_state, write_durably
-from edge_runtime.trainer import TrainerSettings, open_trainer
 from exporter import prototypes
 from exporter.models import family_of
 from server_runtime import backend as backends
-from server_runtime import backend_folder, split_model, strategies
+from server_runtime import strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Metric, Reply, Settings, Site, State
+from tools.reproduce_devices import DeviceKind, Packages, make_device, part_opener
 from tools.reproduce_energy import RowEnergy
 from tools.reproduce_prototypes_world import DomainWorld, Package, export_domain_package
 from tools.reproduce_split_rows import named
 from tools.simulation import Answering, Answers, Terms, adapt
 from tools.torch_trainer import open_torch_trainer
-from tools.torch_worker import OpenPart, PartDevice, ReadImages, device_name, make_part_device
+from tools.torch_worker import OpenPart, PartDevice, ReadImages, device_name
 
 LABEL_MODE = "logit-gradient"
 RUN, SITE = "reproduce", "site"
@@ -151,12 +146,11 @@ class PrototypeLaboratory:
         """`meter` is of the whole machine: None where others work on it at the same time."""
         self._world, self._engine, self._rates, self._threads, self._meter = world, engine, rates, threads, meter
         self.device = backends.choose_device(threads)
-        self._shipped: dict[Path, Shipped] = {}
-        self._installed: dict[Path, Installed] = {}
         self._tested: dict[str, tuple[Tensor, NDArray[np.int64]]] = {}
         self._read: dict[Path, ReadImages] = {}  # by folder: secrets are a seed's and a device's
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-prototypes-")
         self._root = Path(self._scratch.name)
+        self._packages = Packages(world.publisher, self._root / "packages", self.device)
 
     def row(self, cell: PrototypeCell) -> PrototypesFound:
         """Raises: TrainingError, DeviceError, DataError."""
@@ -203,51 +197,20 @@ class PrototypeLaboratory:
     def devices(self, cell: PrototypeCell, label_mode: str = LABEL_MODE) -> tuple[Shipped, dict[str, PartDevice]]:
         """The server's model, and devices whose secrets come from the seed, so that a row repeats."""
         front = export_domain_package(self._world, cell.package)
-        shipped, installed = self._ship(front), self._install(front)
-        names = self._world.devices(cell.held_out)
-        made = {
-            name: self._make_device(name, name == min(names), cell, shipped, installed, label_mode) for name in names
-        }
+        shipped, installed = self._packages.ship(front), self._packages.install(front)
+        names, classes = self._world.devices(cell.held_out), self._world.classes
+        open_part = self._open_part(shipped, installed)
+        kind = DeviceKind(SITE, self._world.publisher, installed, open_part, label_mode, self._threads)
+        made = {}
+        for name in names:
+            data = self._train_folder(name, name == min(names), cell)
+            state = self._state_root(cell) / name
+            made[name] = make_device(kind, state, cell.seed, data, classes, read=self._read.get(data))
+            self._read[data] = made[name].read
         return shipped, made
-
-    def _ship(self, front: Path) -> Shipped:
-        if front not in self._shipped:
-            folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-            assert isinstance(folder, backend_folder.TrainingFolder)
-            self._shipped[front] = split_model.load(folder, self.device)
-        return self._shipped[front]
-
-    def _install(self, front: Path) -> Installed:
-        if front not in self._installed:
-            publisher = load_public(self._world.publisher)
-            packages = self._root / "packages" / front.name  # one place holds one package at a time
-            packages.mkdir(parents=True)
-            self._installed[front] = install(front, packages, {key_id(publisher): publisher}, _open_nothing, say)
-        return self._installed[front]
 
     def _state_root(self, cell: PrototypeCell) -> Path:
         return self._root / "states" / cell.name.replace("/", "-")
-
-    def _make_device(
-        self, name: str, is_first: bool, cell: PrototypeCell, shipped: Shipped, installed: Installed, label_mode: str
-    ) -> PartDevice:
-        root = self._state_root(cell) / name
-        open_state(root).close()
-        for secret, owner in (("device_secret", name), ("site_secret", SITE)):
-            key = derive_key(b"cutlayer reproduction", secret, cell.seed, owner)
-            write_durably(root / "identity" / secret, key)
-        classes = root / "classes.txt"
-        write_durably(classes, "".join(f"{each}\n" for each in self._world.classes).encode())
-        config = DeviceConfig(
-            engine=str(installed.folder), data=self._train_folder(name, is_first, cell), server="wss://localhost:1",
-            trust=self._world.publisher, ca=None, key=self._world.publisher, name=name, state=root,
-            site_secret=root / "identity" / "site_secret", classes=classes, label_mode=label_mode, noise="keyed",
-            alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
-        )  # fmt: skip
-        read = self._read.get(config.data)
-        device = make_part_device(config, installed, self._open_part(shipped, installed), read=read)
-        self._read[config.data] = device.read
-        return device
 
     def _train_folder(self, name: str, is_first: bool, cell: PrototypeCell) -> Path:
         classes = self._world.classes
@@ -261,10 +224,7 @@ class PrototypeLaboratory:
             folder, rule, model = installed.folder, plan.optimiser, shipped.module
             return open_torch_trainer(folder, cut, rule, model, None, self.device, plan.prototypes)
 
-        def open_onnxruntime(cut: TrainingCut):  # type: ignore[no-untyped-def]
-            return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(self._threads))
-
-        return open_torch if self._engine == "torch" else open_onnxruntime
+        return part_opener(self._engine, open_torch, installed, self._threads)
 
     # -- judging
 
@@ -289,7 +249,7 @@ class PrototypeLaboratory:
     def tested(self, domain: str) -> tuple[Tensor, NDArray[np.int64]]:
         """Normalised images (n, 3, h, w) on the device, and class numbers (n,), of a held-out domain."""
         if domain not in self._tested:
-            (rule,) = {each.manifest.image for each in self._installed.values()}
+            (rule,) = {each.manifest.image for each in self._packages.installed}
             pixels, labels = read_folder(
                 self._world.test_folder(self._root / "drawn", domain), self._world.classes, rule
             )
@@ -319,11 +279,6 @@ def read_folder(folder: Path, classes: tuple[str, ...], rule: ImageRule) -> tupl
     files = scan(folder, classes).images
     pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
     return np.stack(pixels), np.array([file.class_index for file in files])
-
-
-def _open_nothing(path: Path):  # type: ignore[no-untyped-def]
-    """Packages of parts have no frontend to be opened at installation."""
-    raise AssertionError(path)
 
 
 def round_of(values: Mapping[str, Metric], test_accuracy: float, seconds: float) -> Round:

@@ -7,33 +7,33 @@ A finished row is kept in DIR/rows and not computed again; several commands may 
 from __future__ import annotations
 
 import argparse
-import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contract import manifest as manifests
-from contract.console import ArgumentParser, print_document, say
-from contract.errors import UsageError
+from contract.console import say
 from contract.output import open_output
-from server_runtime.files import write_atomic
-from server_runtime.report import to_html, to_text
-from tools.kept_rows import finished, keep
+from tools.kept_rows import Row, claimed
 from tools.reproduce_options import (
     add_place,
+    add_seeds,
+    add_test_images,
+    add_time_limit,
     check_counts,
     check_known,
     check_rate,
     check_test_images,
-    numbers,
     read_only,
     refuse_with_quick,
+    study_parser,
     take_defaults,
     texts,
     world_of,
 )
+from tools.reproduce_report import document_head, gather, report
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE, SplitCell, SplitLaboratory, SplitRates
-from tools.reproduce_split_table import Row, compare, results_of, summarise
+from tools.reproduce_split_table import compare, results_of, summarise
 from tools.reproduce_split_world import (
     ARCHIVE,
     FULL_CLASSES,
@@ -42,7 +42,7 @@ from tools.reproduce_split_world import (
     full_split_world,
     quick_split_world,
 )
-from tools.reproduce_world import ROOT, alone
+from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 1
 STRATEGIES = ("sequential_split", "parallel_split", "split_fed", "fed_avg", "centralised")
@@ -55,7 +55,7 @@ TEST_IMAGES = 2000
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    started_s, options = time.monotonic(), parse(argv)
     root = open_output(options.output)
     world = prepare(options, root / "scratch" / f"split-{world_of(options)}")
     cells = cells_of(options)
@@ -66,31 +66,30 @@ def main(argv: Sequence[str]) -> int:
         return 0
     rates = SplitRates(options.epochs, options.batch, options.learning_rate)
     laboratory = SplitLaboratory(world, options.engine, rates, options.threads)
-    rows = []
-    for number, cell in enumerate(cells, start=1):
-        row = finish(root / "rows", options, world, cell, laboratory, f"{number} of {len(cells)}")
-        rows += [] if row is None else [row]
-    if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
-    report(options, root, document_of(options, world, rows))
+
+    def find(cell: SplitCell, may_compute: bool, which: str) -> Row | None:
+        return finish(root / "rows", options, world, cell, laboratory if may_compute else None, which)
+
+    document = document_of(options, world, gather(options, root, cells, started_s, find, line_of))
+    report(options, root, document, results_of(document), tables=2)
     return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="tools/reproduce split", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="digits and a very small model: seconds, no archive")
+    parser = study_parser("split", __doc__, "seconds")
     parser.add_argument("--models", type=texts, help="default: " + ",".join(MODELS["full"]))
     parser.add_argument("--strategies", type=texts, default=list(STRATEGIES), help="default: " + ",".join(STRATEGIES))
-    parser.add_argument("--seeds", type=numbers, help="default: 0 with --quick, else 0,1,2")
+    add_seeds(parser)
     parser.add_argument("--only", metavar="MODEL/STRATEGY/SEED", help="one row instead of the lists' product")
     parser.add_argument("--epochs", type=int, help="default: 2 with --quick, else 10")
     parser.add_argument("--batch", type=int, help="images of a batch (default: 16 with --quick, else 64)")
     parser.add_argument("--learning-rate", type=float, help="highest rate of the cosine (default: 0.05)")
     parser.add_argument("--cut", type=int, help="layers on the device (default: 3 with --quick, else 6)")
-    parser.add_argument("--test-images", type=int, metavar="N", help=f"default: {TEST_IMAGES}")
+    add_test_images(parser, TEST_IMAGES)
+    add_time_limit(parser)
     add_place(parser, ARCHIVE)
     options = parser.parse_args(argv)
-    take_defaults(options, DEFAULTS)
+    take_defaults(options, DEFAULTS[world_of(options)])
     options.models = options.models or list(MODELS[world_of(options)])
     if options.only is not None:
         model, strategy, seed = read_only(options.only, "MODEL/STRATEGY/SEED", "resnet18/split_fed/0")
@@ -137,27 +136,36 @@ def cells_of(options: argparse.Namespace) -> list[SplitCell]:
 
 
 def finish(
-    folder: Path, options: argparse.Namespace, world: SplitWorld, cell: SplitCell, laboratory: SplitLaboratory,
+    folder: Path, options: argparse.Namespace, world: SplitWorld, cell: SplitCell, laboratory: SplitLaboratory | None,
     which: str,
 ) -> Row | None:  # fmt: skip
-    """A cell's row: from `folder` where it is finished, else computed and kept; with --table None instead."""
-    path = folder / f"split-{world.name}-{options.engine}-{cell.model}-{cell.strategy}-seed{cell.seed}.json"
-    if options.table and not path.exists():
+    """A cell's row: from `folder` where it is finished, else computed and kept; None where it may not be (without a
+    laboratory), or another command is at it."""
+    path = path_of(folder, options, world, cell)
+    if laboratory is None and not path.exists():
         return None
-    front = export_part_package(world, cell.model, cell.strategy)
-    digest = manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
-    head: Row = {
+    head = head_of(options, world, cell, digest_of(export_part_package(world, cell.model, cell.strategy)))
+    if laboratory is None:
+        return claimed(path, head, None)
+
+    def compute() -> Row:
+        say(f"== row {which}: {cell.model}, {cell.strategy}, seed {cell.seed}")
+        return laboratory.row(cell).document()
+
+    return claimed(path, head, compute)
+
+
+def path_of(folder: Path, options: argparse.Namespace, world: SplitWorld, cell: SplitCell) -> Path:
+    return folder / f"split-{world.name}-{options.engine}-{cell.model}-{cell.strategy}-seed{cell.seed}.json"
+
+
+def head_of(options: argparse.Namespace, world: SplitWorld, cell: SplitCell, digest: str) -> Row:
+    """What a row answers: another question is another row."""
+    return {
         "row_schema": ROW_SCHEMA, "study": "split", "world": world.name, "engine": options.engine,
         "epochs": options.epochs, "batch": options.batch, "learning_rate": options.learning_rate, "cut": options.cut,
         "test_images": len(world.names("test")), "package_digest": digest, **vars(cell),
     }  # fmt: skip
-    row = finished(path, head)
-    if row is None and not options.table:
-        say(f"== row {which}: {cell.model}, {cell.strategy}, seed {cell.seed}")
-        row = keep(path, {**head, **laboratory.row(cell).document()})
-    if row is not None:
-        say(line_of(row))
-    return row
 
 
 def line_of(row: Row) -> str:
@@ -174,22 +182,8 @@ def line_of(row: Row) -> str:
 def document_of(options: argparse.Namespace, world: SplitWorld, rows: Sequence[Row]) -> Row:
     """What --format json prints."""
     return {
-        "study": "split", "world": world.name, "data": world.note, "engine": options.engine, "epochs": options.epochs,
-        "batch": options.batch, "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}", "cut": options.cut,
+        **document_head("split", world.name, world.note, options, "epochs", "batch", "cut"),
+        "learning_rate": f"{options.learning_rate:g}, {SCHEDULE}",
         "label_mode": LABEL_MODE, "initial_weights": "of a model the same for all seeds, the head's apart",
         "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
     }  # fmt: skip
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """rows.jsonl, the page, and the document or the tables on stdout."""
-    page = results_of(document)
-    lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
-    write_atomic(root / "rows.jsonl", lines.encode())
-    write_atomic(root / "split.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("reproduce", {**document, "report": str(root / "split.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables[:2])))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'split.html'}")

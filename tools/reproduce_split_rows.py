@@ -11,7 +11,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,27 +19,21 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from contract.console import say
 from contract.errors import ConfigError
-from contract.image_folder import scan
-from contract.images import load_pixels, normalise, resize
-from contract.keyed_noise import derive_key
-from contract.signature import key_id, load_public
+from contract.image_folder import ImageFile, scan
+from contract.images import ImageRule, load_pixels, normalise, resize
 from contract.training import TrainingCut
 from edge_runtime.choose_split import SplitCost
-from edge_runtime.config import DeviceConfig
-from edge_runtime.install import Installed, install
-from edge_runtime.state import open_state, write_durably
-from edge_runtime.trainer import TrainerSettings, open_trainer
+from edge_runtime.install import Installed
 from server_runtime import backend as backends
-from server_runtime import backend_folder, split_model, strategies
-from server_runtime.backend_folder import TrainingFolder
+from server_runtime import norm_statistics, strategies
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Metric, Settings, Site, State
+from tools.reproduce_devices import DeviceKind, Packages, make_device, part_opener
 from tools.reproduce_split_world import SplitWorld, export_part_package
 from tools.simulation import Answers, Terms, adapt, part_accuracy
 from tools.torch_trainer import open_torch_trainer
-from tools.torch_worker import OpenPart, PartDevice, device_name, make_part_device, with_images
+from tools.torch_worker import OpenPart, PartDevice, device_name, with_images
 
 LABEL_MODE = "raw-label"
 SCHEDULE = "cosine"
@@ -112,16 +106,15 @@ class SplitLaboratory:
     def __init__(self, world: SplitWorld, engine: str, rates: SplitRates, threads: int) -> None:
         self._world, self._engine, self._rates, self._threads = world, engine, rates, threads
         self.device = backends.choose_device(threads)
-        self._shipped: dict[Path, Shipped] = {}
-        self._installed: dict[Path, Installed] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="cutlayer-split-")
         self._root = Path(self._scratch.name)
+        self.packages = Packages(world.publisher, self._root / "packages", self.device)
 
     def row(self, cell: SplitCell) -> SplitFound:
         """Raises: TrainingError, DeviceError, DataError."""
         started_s = time.monotonic()
         front = export_part_package(self._world, cell.model, cell.strategy)
-        shipped, installed = self.ship(front), self.install(front)
+        shipped, installed = self.packages.ship(front), self.packages.install(front)
         devices = self.devices(f"{cell.model}-{cell.strategy}", cell.strategy, cell.seed, shipped, installed)
         settings = Settings(
             LABEL_MODE, 0.0, self._rates.epochs, 0, 0.0, cell.seed, batch=self._rates.batch,
@@ -154,27 +147,6 @@ class SplitLaboratory:
             seconds=round(time.monotonic() - started_s, 2),
         )  # fmt: skip
 
-    # -- what cells share
-
-    def ship(self, front: Path) -> Shipped:
-        if front not in self._shipped:
-            folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
-            assert isinstance(folder, TrainingFolder)
-            self._shipped[front] = split_model.load(folder, self.device)
-        return self._shipped[front]
-
-    def install(self, front: Path) -> Installed:
-        if front not in self._installed:
-            publisher = load_public(self._world.publisher)
-            packages = self._root / "packages" / front.name
-            packages.mkdir(parents=True)
-
-            def open_nothing(path: Path) -> None:
-                raise AssertionError(f"{path}: a package of parts has no frontend")
-
-            self._installed[front] = install(front, packages, {key_id(publisher): publisher}, open_nothing, say)
-        return self._installed[front]
-
     # -- devices
 
     def devices(
@@ -184,26 +156,17 @@ class SplitLaboratory:
         """Devices whose secrets come from the seed, so that a row repeats; `row` names their states."""
         names, owners = self._world.devices_of(strategy), owners or {}
         root = self._root / "states" / f"{row}-{seed}"
-        return {
-            name: self._make_device(root / name, seed, shipped, installed, owners.get(name, Owner())) for name in names
-        }
+        open_part = self.open_part(shipped, installed)
+        kind = DeviceKind(SITE, self._world.publisher, installed, open_part, LABEL_MODE, self._threads)
+        made = {}
+        for name in names:
+            owner, data = owners.get(name, Owner()), self._world.train_folder(name, seed)
+            made[name] = make_device(
+                kind, root / name, seed, data, self._world.classes, owner.config, costs=owner.costs
+            )  # fmt: skip
+        return made
 
-    def _make_device(self, root: Path, seed: int, shipped: Shipped, installed: Installed, owner: Owner) -> PartDevice:
-        open_state(root).close()
-        for secret, of in (("device_secret", root.name), ("site_secret", SITE)):
-            write_durably(root / "identity" / secret, derive_key(b"cutlayer reproduction", secret, seed, of))
-        classes = root / "classes.txt"
-        write_durably(classes, "".join(f"{each}\n" for each in self._world.classes).encode())
-        config = DeviceConfig(
-            engine=str(installed.folder), data=self._world.train_folder(root.name, seed), server="wss://localhost:1",
-            trust=self._world.publisher, ca=None, key=self._world.publisher, name=root.name, state=root,
-            site_secret=root / "identity" / "site_secret", classes=classes, label_mode=LABEL_MODE, noise="keyed",
-            alpha=0.0, kappa_floor=0.0, max_releases=1, threads=self._threads,
-        )  # fmt: skip
-        config = replace(config, **owner.config)  # type: ignore[arg-type]
-        return make_part_device(config, installed, self._open_part(shipped, installed), costs=owner.costs)
-
-    def _open_part(self, shipped: Shipped, installed: Installed) -> OpenPart:
+    def open_part(self, shipped: Shipped, installed: Installed) -> OpenPart:
         plan = shipped.plan
 
         def open_torch(cut: TrainingCut):  # type: ignore[no-untyped-def]
@@ -211,19 +174,19 @@ class SplitLaboratory:
                 installed.folder, cut, plan.optimiser, shipped.module, plan.class_count, self.device
             )
 
-        def open_onnxruntime(cut: TrainingCut):  # type: ignore[no-untyped-def]
-            return open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(self._threads))
-
-        return open_torch if self._engine == "torch" else open_onnxruntime
+        return part_opener(self._engine, open_torch, installed, self._threads)
 
     # -- judging W
 
     @torch.no_grad()
-    def judge(self, shipped: Shipped, state: State) -> float:
-        """W's share of hits on the test images, in evaluation mode."""
+    def judge(self, shipped: Shipped, state: State, statistics: torch.Tensor | None = None) -> float:
+        """W's share of hits on the test images, in evaluation mode; with images (n, 3, h, w) for `statistics`, after
+        its norms took theirs anew from these."""
         model = copy.deepcopy(shipped.module)
         model.load_state_dict(named(state, "backend."))
         head = {name: tensor.to(self.device) for name, tensor in named(state, "head.").items()}
+        if statistics is not None:
+            norm_statistics.retake(model, statistics, self.device)
         images, labels = self.tested
         model.eval()
         right = 0
@@ -235,11 +198,15 @@ class SplitLaboratory:
     @cached_property
     def tested(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised test images (n, 3, h, w) and class numbers (n,), on the CPU."""
-        (rule,) = {each.manifest.image for each in self._installed.values()}
+        (rule,) = {each.manifest.image for each in self.packages.installed}
         files = scan(self._world.test_folder(), self._world.classes).images
-        pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
-        images = torch.from_numpy(normalise(np.stack(pixels), rule))
-        return images, torch.tensor([file.class_index for file in files])
+        return read_images(files, rule), torch.tensor([file.class_index for file in files])
+
+
+def read_images(files: Sequence[ImageFile], rule: ImageRule) -> torch.Tensor:
+    """Normalised images (n, 3, h, w), on the CPU."""
+    pixels = [resize(load_pixels(file.path, file.relative, rule.max_pixels), rule) for file in files]
+    return torch.from_numpy(normalise(np.stack(pixels), rule))
 
 
 def named(state: State, start: str) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from contract import manifest as manifests
 from contract.console import say
 from contract.errors import DataError, ExportError
 from contract.image_folder import scan
@@ -245,6 +246,11 @@ def unpack(archive: Path, target: Path, names: Sequence[str]) -> None:
     with zipfile.ZipFile(archive) as opened:
         for name in names:
             opened.extract(name, target)
+
+
+def digest_of(front: Path) -> str:
+    """Of a package's manifest, and so of the package, in hex."""
+    return manifests.digest((front / manifests.MANIFEST_NAME).read_bytes()).hex()
 
 
 def made(path: Path, make: Callable[[Path], object]) -> Path:

@@ -14,20 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from contract.console import ArgumentParser, print_document, run_command
+from contract.console import ArgumentParser, run_command
 from contract.errors import UsageError
 from contract.leakage import Table as Leakage
 from contract.output import open_output
 from contract.privacy_table import from_leakage
 from edge_runtime.choose_split import InfeasibleError, Offer, Preferences, choose_split
-from server_runtime.files import write_atomic
 from server_runtime.pictures import line_chart
-from server_runtime.report import Drawing, Results, Table, to_html, to_text
+from server_runtime.report import Drawing, Results, Table
 from tools.fleet import Fleet, Work
 from tools.fleet_file import PAPER, environments_of, load_fleet
+from tools.kept_rows import Row
 from tools.reproduce_options import add_place, check_counts, check_known, check_rate, take_defaults, texts, world_of
 from tools.reproduce_p3sl import MODELS, TEST_IMAGES, prepare, table_of
 from tools.reproduce_p3sl_rows import TABLE, P3slCell, P3slLaboratory, P3slRates, costs_of, noise_of
+from tools.reproduce_report import report
 from tools.reproduce_split_world import ARCHIVE
 
 STEPS = 20  # of alpha
@@ -35,7 +36,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {"model": "resnet18", "epochs": 5, "batch": 8, "learning_rate": 0.15, "engine": "onnxruntime"},
     "full": {"model": "vgg16_bn", "epochs": 10, "batch": 64, "learning_rate": 0.01, "engine": "torch"},
 }
-Row = dict[str, Any]
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
             for name in (fleets if options.epochs else ())
         },
     }  # fmt: skip
-    report(options, root, document)
+    report(options, root, document, results_of(document), kind="simulate")
     return 0
 
 
@@ -87,7 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         [options.seed],
         TEST_IMAGES,
     )
-    take_defaults(options, DEFAULTS)
+    take_defaults(options, DEFAULTS[world_of(options)])
     known = environments_of(options.fleet)
     options.environments = options.environments or list(known)
     check_known("environment", options.environments, known)
@@ -142,18 +142,6 @@ def is_monotone(choice: Mapping[str, Sequence[float | None]]) -> bool:
         return all(later >= before - 1e-9 for before, later in zip(known, known[1:], strict=False))
 
     return rises(choice["joules"], 1.0) and rises(choice["fsim"], -1.0)
-
-
-def report(options: argparse.Namespace, root: Path, document: Row) -> None:
-    """The page, and the document or the tables on stdout."""
-    page = results_of(document)
-    write_atomic(root / "simulate.html", to_html(page).encode())
-    if options.format == "json":
-        print_document("simulate", {**document, "report": str(root / "simulate.html")})
-        return
-    print("\n\n".join(map(to_text, page.tables)))
-    print("\n" + "\n".join(f"{name}: {value}" for name, value in page.facts))
-    print(f"report: {root / 'simulate.html'}")
 
 
 def results_of(document: Row) -> Results:

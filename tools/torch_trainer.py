@@ -29,6 +29,7 @@ from exporter.training_package import set_modes
 
 Floats: TypeAlias = NDArray[np.float32]
 EVALUATED_AT_ONCE = 250
+CAPTURED_AFTER = 3  # batches of one shape; a shape that comes once is not worth a capture
 # Our names of an optimiser's moments -> torch's
 MOMENTS = {"sgd": {"momentum": "momentum_buffer"}, "adamw": {"first": "exp_avg", "second": "exp_avg_sq"}}
 
@@ -89,6 +90,7 @@ class TorchTrainer:
         self._added: list[Tensor] = []  # a loss that is added to that of a head behind z
         self._distance: Tensor | None = None  # (B,), of a part with a projection head
         self._has_gradients = False
+        self._captured = Captured(self._part, apart=cut.loss == "none") if device.type == "cuda" else None
 
     def forward(
         self, x: Floats, targets: Floats | None = None, keep: NDArray[np.int64] | None = None,
@@ -103,7 +105,7 @@ class TorchTrainer:
         if self._statistics:  # a part without norms has none
             torch._foreach_copy_(self._before, self._statistics)
         try:
-            z = self._run(x, keep)
+            z = self._run(x, keep) if self._captured is None else self._replay(self._captured, x, keep)
         except ValueError as error:  # torch's refusal of one value per channel
             raise TrainingError(f"{error}; nothing was changed", "use batches of two or more") from error
         finally:
@@ -128,8 +130,21 @@ class TorchTrainer:
         return Forward(_array(z), loss)
 
     def _run(self, x: Floats, keep: NDArray[np.int64] | None) -> Tensor:
-        images = torch.from_numpy(x).to(self._device)
-        return self._part(images) if keep is None else self._part(images, torch.from_numpy(keep).to(self._device))
+        z: Tensor = self._part(*self._inputs(x, keep))
+        return z
+
+    def _replay(self, captured: Captured, x: Floats, keep: NDArray[np.int64] | None) -> Tensor:
+        """As `_run`, with few launches; a capture's trial runs leave no trace in the statistics."""
+        inputs = self._inputs(x, keep)
+        call = captured.find(inputs)
+        if self._statistics:
+            torch._foreach_copy_(self._statistics, self._before)
+        z: Tensor = call(*inputs)
+        return z
+
+    def _inputs(self, x: Floats, keep: NDArray[np.int64] | None) -> tuple[Tensor, ...]:
+        given = [x] if keep is None else [x, keep]
+        return tuple(torch.from_numpy(each).to(self._device) for each in given)
 
     @torch.no_grad()
     def features(self, x: Floats, keep: NDArray[np.int64] | None = None) -> Floats:
@@ -269,6 +284,48 @@ class TorchTrainer:
     def _put(self, tensors: Mapping[str, NDArray[Any]]) -> None:
         for name, array in tensors.items():
             self._tensors[name].copy_(torch.from_numpy(np.array(array)))
+
+
+class Held(nn.Module):
+    """A part under another module, because a capture takes its module's `forward` over."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.part(*inputs)
+
+
+class Captured:
+    """Forward and backward of a part as CUDA graphs, one pair for each shape of a batch that comes often.
+
+    A step of a small part is hundreds of launches, each as long as the kernel that it starts; a graph is one. Several
+    processes on a GPU, which have it in turn, gain as much. What a graph gave lasts until it is replayed.
+    """
+
+    _pool: Any = None  # memory of all parts that go forward and back at once
+
+    def __init__(self, part: nn.Module, apart: bool) -> None:
+        """`apart`: others' batches come between a forward pass and its backward pass, so memory cannot be shared."""
+        self._part, self._apart = part, apart
+        self._seen: dict[tuple[torch.Size, ...], int] = {}
+        self._graphed: dict[tuple[torch.Size, ...], nn.Module] = {}
+
+    def find(self, inputs: tuple[Tensor, ...]) -> nn.Module:
+        """What runs such inputs: the part, or its capture."""
+        shapes = tuple(each.shape for each in inputs)
+        if shapes in self._graphed:
+            return self._graphed[shapes]
+        self._seen[shapes] = self._seen.get(shapes, 0) + 1
+        if self._seen[shapes] < CAPTURED_AFTER:
+            return self._part
+        if Captured._pool is None:
+            Captured._pool = torch.cuda.graph_pool_handle()
+        copies, pool = tuple(each.clone() for each in inputs), None if self._apart else Captured._pool
+        captured: Any = torch.cuda.make_graphed_callables(Held(self._part), copies, allow_unused_input=True, pool=pool)
+        self._graphed[shapes] = captured
+        return self._graphed[shapes]
 
 
 def _array(tensor: Tensor) -> Floats:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from contract.errors import PackageError
 from contract.images import ImageRule, normalise
 from contract.training import TrainingCut, TrainingPlan
+from edge_runtime.install import Installed
 from edge_runtime.profiling.frontends import Verified, drawn_pictures
 from edge_runtime.profiling.measuring import Candidate, Phase, Point
 
@@ -39,17 +40,21 @@ def parts(packages: Sequence[Verified], batch: int, threads: int, seed: int) -> 
                 f"{package.choice.folder} holds no parts to be trained",
                 "leave --train out, or export with --for STRATEGY",
             )
-        for cut in training.cuts:
-            candidates.append(_candidate(package, training, cut, batch, threads, seed))
+        candidates += parts_of(package.installed, training, batch, threads, seed)
     return candidates
 
 
+def parts_of(installed: Installed, plan: TrainingPlan, batch: int, threads: int, seed: int) -> list[Candidate]:
+    """A candidate for each part of one package."""
+    return [_candidate(installed, plan, cut, batch, threads, seed) for cut in plan.cuts]
+
+
 def _candidate(
-    package: Verified, plan: TrainingPlan, cut: TrainingCut, batch: int, threads: int, seed: int
+    installed: Installed, plan: TrainingPlan, cut: TrainingCut, batch: int, threads: int, seed: int
 ) -> Candidate:
-    manifest, crosses = package.installed.manifest, cut.loss == "none"
+    manifest, crosses = installed.manifest, cut.loss == "none"
     point = Point(
-        manifest.model, manifest.name, package.installed.digest.hex(), cut.index, cut.depth, "float32",
+        manifest.model, manifest.name, installed.digest.hex(), cut.index, cut.depth, "float32",
         f"onnxruntime {version('onnxruntime')}", threads, batch,
         cut.output_size * VALUE_BYTES[plan.activations] if crosses else 0,
         cut.output_size * VALUE_BYTES[plan.gradient] if crosses else 0,
@@ -58,7 +63,7 @@ def _candidate(
     def open_phases() -> Sequence[Phase]:
         from edge_runtime.trainer import TrainerSettings, open_trainer
 
-        trainer = open_trainer(package.installed.folder, cut, plan.optimiser, TrainerSettings(threads))
+        trainer = open_trainer(installed.folder, cut, plan.optimiser, TrainerSettings(threads))
         return step_phases(trainer, draw_feed(plan, cut, manifest.image, batch, seed))
 
     return Candidate(point, PHASES, open_phases)

@@ -79,6 +79,8 @@ class Settings:
     fsim_threshold: float = 0.0  # T_FSIM; 0: the leakage table's own
     aggregate_every: int = 5  # R, in epochs
     average_by: str = "devices"
+    average_into: str = "server"
+    norms: str = "averaged"
     reference_accuracy: float = 0.0  # A_ref; 0: no floor
     accuracy_loss: float = 0.05  # beta
     sleep_least_s: float = 10.0  # 0: no device is told to sleep

@@ -6,7 +6,9 @@ table, R the epochs between aggregations, A_ref, A_min and beta of the accuracy 
 
 Decided here: a device says its split before each turn, so that it may change it when its energy, its heat or the noise
 changed; an epoch in which a device is away goes on without it, and it begins again where it stands; the accuracy is
-held against A_min once it has stopped rising. The device's choice is `edge_runtime.choose_split`'s.
+held against A_min once it has stopped rising. Eq. 1 overwrites layers that shallow devices train with; with
+average_into "copy" the server trains on with its own, and the average is only judged, published, and where newcomers
+begin. The device's choice is `edge_runtime.choose_split`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from contract.errors import TrainingError
 from contract.messages import Settled
 
 from ..aggregation import average
+from ..evaluation import Evaluation
 from ..noise_table import NoiseTable, accuracy_floor, is_saturated, reassigned
 from ..plan import cut_of
 from ..split_model import Shipped
@@ -48,6 +51,7 @@ class P3SL:
         self._begun: set[str] = set()  # devices that hold a part
         self._passed: list[str] = []  # devices that were passed over in this epoch
         self._parts: dict[str, dict[str, np.ndarray]] = {}  # W_ci of this epoch, by W's names
+        self._averaged: dict[str, np.ndarray] = {}  # what the newest average has in place of W's, where W keeps its own
         self._accuracies: list[float] = []  # of W, since the noise was assigned last
         self._turn_s: dict[str, float] = {}  # how long each device's last turn took
 
@@ -115,6 +119,8 @@ class P3SL:
             part = {name: value for name, value in part.items() if name not in rounds.w.names_of(link.cut)}
         elif rounds.epoch == 0:
             part = {}
+        else:
+            part = {name: self._averaged.get(here, part[name]) for name, here in rounds.w.names_of(cut).items()}
         own = {link.device: {"cut": cut.index}}
         replies = yield from rounds.ask("take_turn", {link.device: part}, own, moves=True)
         link.samples, link.cut = answer(Settled, replies, link.device).samples, cut
@@ -135,26 +141,40 @@ class P3SL:
 
     def _aggregate(self, rounds: Rounds) -> dict[str, Metric]:
         """Eq. 1, and what it is worth; the result goes to no device."""
-        parts, w = self._parts, rounds.w
+        parts, w, judged = self._parts, rounds.w, self._shipped.evaluation
+        own = w.floats() if self._settings.average_into == "copy" else None
         if parts:
             n = [rounds.links[device].samples or 0 if self._by_images else 1 for device in parts]
             w.put(average(w.floats(), list(parts.values()), n))
-            w.forget_moments(max((rounds.links[device].cut for device in parts), key=lambda cut: cut.index))
+            if own is None:
+                w.forget_moments(max((rounds.links[device].cut for device in parts), key=lambda cut: cut.index))
+        if judged is not None and self._settings.norms == "public":
+            w.retake_norms(judged.images)
         values: dict[str, Metric] = {"aggregated": len(parts)}
-        judged = self._shipped.evaluation
-        if judged is not None and self._settings.label_mode in JUDGED_IN:
-            if judged.classes != rounds.site.classes:
-                found = f"{judged.classes} classes, and the site has {rounds.site.classes}"
-                raise TrainingError(
-                    f"the model is judged by images of {found}",
-                    "give --public one folder for each of the site's classes",
-                )
-            accuracy = w.accuracy(judged)
+        accuracy = self._judge(rounds, judged)
+        if own is not None:
+            self._averaged = {name: each for name, each in w.floats().items() if not np.array_equal(each, own[name])}
+            w.put(own)
+        if judged is not None and accuracy is not None:
             values |= {"test_accuracy": accuracy}
             values |= {f"chain/{device}": w.accuracy(judged, part) for device, part in parts.items()}
             values |= self._hold_against_floor(rounds, accuracy)
         self._parts = {}
         return values
+
+    def _judge(self, rounds: Rounds, judged: Evaluation | None) -> float | None:
+        """W's accuracy; None where the server has nothing to judge it by.
+
+        Raises: TrainingError for images of other classes.
+        """
+        if judged is None or self._settings.label_mode not in JUDGED_IN:
+            return None
+        if judged.classes != rounds.site.classes:
+            found = f"{judged.classes} classes, and the site has {rounds.site.classes}"
+            raise TrainingError(
+                f"the model is judged by images of {found}", "give --public one folder for each of the site's classes"
+            )
+        return rounds.w.accuracy(judged)
 
     @property
     def _by_images(self) -> bool:
@@ -197,12 +217,16 @@ class P3SL:
             for device, part in self._parts.items()
             for name, value in part.items()
         }
-        return State({**state.tensors, **parts}, {**state.values, "p3sl": json.dumps(own)})
+        averaged = {name: torch.from_numpy(np.array(value)) for name, value in self._averaged.items()}
+        kept = {f"own/{name}": state.tensors[name] for name in averaged}  # what training goes on with
+        return State({**state.tensors, **averaged, **kept, **parts}, {**state.values, "p3sl": json.dumps(own)})
 
     def load(self, site: Site, state: State) -> None:
         """Go on where `state` was taken."""
         rounds = self._rounds = self._begin(site)
-        rounds.load_state(state)
+        kept = {place.removeprefix("own/"): value for place, value in state.tensors.items() if place.startswith("own/")}
+        self._averaged = {name: state.tensors[name].numpy().copy() for name in kept}
+        rounds.load_state(State({**state.tensors, **kept}, state.values))
         own = json.loads(str(state.values["p3sl"]))
         self._turn, self._begun, self._passed = own["turn"], set(own["begun"]), own["passed"]
         self._accuracies, self._turn_s = own["accuracies"], own["turn_s"]

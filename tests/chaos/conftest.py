@@ -10,7 +10,6 @@ import pytest
 
 from tests.chaos.adaptation import adapt
 from tests.chaos.limits import write_command
-from tests.over_loopback import deployment as deployments
 from tests.over_loopback.conftest import package
 from tests.over_loopback.deployment import Deployment, copy_secrets
 
@@ -45,11 +44,11 @@ def fresh(package: Path, tmp_path: Path, calm: Callable[[str], Deployment]) -> I
 
 
 @pytest.fixture
-def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def limited(tmp_path: Path) -> Callable[..., None]:
     """Lets a deployment run its commands with the limits of tests.chaos.limits. Call it after `fresh`."""
 
     def limit(deployment: Deployment, server: tuple[str, ...] = (), device: tuple[str, ...] = ()) -> None:
-        monkeypatch.setattr(deployments, "BIN", write_command(tmp_path / "limited", "server-run", server).parent)
+        deployment.server_bin = write_command(tmp_path / "limited", "server-run", server).parent
         deployment.device_bin = write_command(tmp_path / "limited", "edge-run", device).parent
 
     return limit

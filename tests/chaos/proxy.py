@@ -85,6 +85,14 @@ class _Thread:
         self._loop.close()
 
 
+@dataclass
+class _Carried:
+    """A connection: how it ends when it is cut, and directions of which bytes have vanished."""
+
+    reset: bool
+    lost: set[str] = field(default_factory=set)
+
+
 class TcpProxy:
     """A port that leads to `upstream`, another port of this machine, through `weather`."""
 
@@ -96,7 +104,24 @@ class TcpProxy:
         self.cuts = 0
         self.carried_bytes = {TO_SERVER: 0, TO_DEVICE: 0}
         self.swallowing = 0  # connections of which bytes have vanished: these never recover
+        self._carried: dict[asyncio.Task[None], _Carried] = {}
         self._thread = _Thread()
+
+    @property
+    def standing(self) -> int:
+        """Connections that both sides have open, and of which no byte has vanished."""
+        return sum(not carried.lost for carried in list(self._carried.values()))
+
+    def drop(self, reset: bool = True) -> None:
+        """End every connection that stands, now: by RST, or by FIN."""
+        self._thread.call(self._drop(reset))
+
+    async def _drop(self, reset: bool) -> None:
+        dropped = list(self._carried)
+        for connection in dropped:
+            self._carried[connection].reset = reset
+            connection.cancel()
+        await asyncio.gather(*dropped, return_exceptions=True)
 
     def __enter__(self) -> TcpProxy:
         self._thread.start()
@@ -128,7 +153,10 @@ class TcpProxy:
         except OSError:
             _reset(writer)
             return
-        lost: set[str] = set()
+        connection = asyncio.current_task()
+        assert connection is not None
+        carried = self._carried[connection] = _Carried(cut.reset)
+        was_cut, lost = True, carried.lost
         pumps = [
             asyncio.create_task(self._pump(reader, up_writer, TO_SERVER, lost, cut.after_bytes)),
             asyncio.create_task(self._pump(up_reader, writer, TO_DEVICE, lost, None)),
@@ -136,15 +164,18 @@ class TcpProxy:
         try:
             done, _ = await asyncio.wait(pumps, timeout=cut.after_s, return_when=asyncio.FIRST_COMPLETED)
             was_cut = not done or any(task.result() for task in done)
+        except asyncio.CancelledError:
+            pass  # dropped
         finally:
+            del self._carried[connection]
             for task in pumps:
                 task.cancel()
-        self.cuts += was_cut
-        for each in (writer, up_writer):
-            if was_cut and cut.reset:
-                _reset(each)
-            else:
-                each.close()
+            self.cuts += was_cut
+            for each in (writer, up_writer):
+                if was_cut and carried.reset:
+                    _reset(each)
+                else:
+                    each.close()
 
     async def _pump(
         self,

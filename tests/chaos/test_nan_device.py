@@ -14,31 +14,13 @@ from tests.over_loopback.deployment import Deployment, fix_secrets
 from tests.over_loopback.test_split_training import alone, train, weights
 
 ROOT = Path(__file__).parents[2]
-SPOILING = """
-import sys
-import numpy as np
-from edge_runtime import part_keeper
-
-real = part_keeper.Update
-
-
-def spoilt(ask, samples, count, mean_loss, correct, tensors):
-    return real(ask, samples, count, mean_loss, correct, {n: np.full_like(v, np.nan) for n, v in tensors.items()})
-
-
-part_keeper.Update = spoilt
-from edge_runtime.cli import main
-
-sys.exit(main())
-"""
 
 
 def write_spoiling_device(folder: Path) -> Path:
     """An edge-run whose updates are NaN, and nothing else about it is wrong."""
     folder.mkdir()
-    (folder / "spoiling.py").write_text(SPOILING)
     script = folder / "edge-run"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{folder / "spoiling.py"}" "$@"\n')
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m tools.compare_nan_device "$@"\n')
     script.chmod(0o755)
     return folder
 

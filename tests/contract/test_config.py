@@ -92,6 +92,7 @@ def test_absolute_paths_in_a_file_stay(tmp_path: Path) -> None:
     [
         ("alpha = '0.1'", "alpha in FILE must be a finite number, found '0.1'"),
         ("alpha = nan", "alpha in FILE must be a finite number, found nan"),
+        ("alpha = 1" + "0" * 400, "alpha in FILE must be a finite number, found 1000"),
         ("alpha = true", "alpha in FILE must be a finite number, found True, true or false"),
         ("threads = 1.5", "threads in FILE must be an integer, found 1.5, a finite number"),
         ("threads = true", "threads in FILE must be an integer, found True"),
@@ -152,6 +153,8 @@ def test_a_missing_required_value_names_all_three_places(tmp_path: Path) -> None
         ("alpha = 0.1\n", "a key outside of sections: alpha"),
         ("device = 1\n", "device in FILE must be a section, found 1"),
         ("[device\n", "FILE is not valid TOML"),
+        ("[device]\nalpha = 1" + "0" * 5000, "FILE is not valid TOML"),
+        ("[device]\nextras = " + "[" * 5000, "FILE is not valid TOML"),
     ],
 )
 def test_unknown_names_in_a_file_are_refused(text: str, cause: str, tmp_path: Path) -> None:

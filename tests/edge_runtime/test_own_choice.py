@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,18 @@ def test_costs_are_read_from_the_table_that_edge_profile_wrote(tmp_path: Path) -
     assert read_costs(path, MODEL, "another package") == costs
     with pytest.raises(ConfigError, match="no row of a trained part of resnet50"):
         read_costs(path, "resnet50", DIGEST)
+
+
+def test_what_the_link_takes_is_in_the_choice_and_in_no_turns_training(tmp_path: Path) -> None:
+    """A meter that is read while the part computes sees 0.5 J of the 0.7 that the table has: that is no drift."""
+    rows = [replace(row(split, joules), total_j=total_j) for split, joules, total_j in ((1, 0.5, 0.7), (2, 0.6, 0.9))]
+    costs = read_costs(write_table(tmp_path / "table.json", *rows), MODEL, DIGEST)
+    assert [cost.energy_j for cost in costs] == [0.7, 0.9]
+    assert [cost.link_j for cost in costs] == pytest.approx([0.2, 0.3])
+    said: list[str] = []
+    spent = [Spent(0.0), Spent(0.0), Spent(50.0, 0.0, 100), Spent(130.0, 0.0, 200)]
+    own = chooser(Preferences(0.0), said, costs=costs, spent=lambda: spent.pop(0))
+    tables = {"splits": np.array([1, 2], np.uint16), "sigma": np.ones(2, np.float32)}
+    tables["leakage"] = np.array([[0.5, 0.3], [0.45, 0.25]], np.float32)
+    assert [own.answer(question(number, **tables)).split for number in (1, 2)] == [1, 1] and len(said) == 1
+    assert own.answer(question(3, **tables)).split == 2  # 0.8 J and the link's 0.2: more than split 2

@@ -22,6 +22,7 @@ from tests.make_package import DEVICES
 BIN = Path(sys.executable).parent
 DEVICE_BINS = [BIN, *(Path(python).parent for python in os.environ.get("CUTLAYER_TEST_DEVICE_PYTHONS", "").split())]
 DEADLINE_S = 120.0
+TAIL_BYTES = 8192
 
 
 def pairwise(stories: Sequence[tuple[str, ...]]) -> list[Any]:
@@ -42,6 +43,7 @@ class Deployment:
     package: Path
     root: Path
     device_bin: Path = BIN
+    server_bin: Path = BIN
     port: int = 0
     front: str = "front"  # which of the packages
     roster: Path | None = None  # default: both devices
@@ -59,7 +61,7 @@ class Deployment:
         """A server that has just been started."""
         keys = self.package / "keys"
         words = [
-            BIN / "server-run", "--strategy", strategy, "--backend", self.package / f"{self.front}.backend",
+            self.server_bin / "server-run", "--strategy", strategy, "--backend", self.package / f"{self.front}.backend",
             "--listen", f"localhost:{self.port}", "--roster", self.roster or keys / "roster",
             "--runs", self.root / "runs",
             "--certificate", keys / "server.pem", "--certificate-key", keys / "server.key", "--threads", 1, *extra,
@@ -103,6 +105,16 @@ class Deployment:
         files = sorted((self.root / "runs").glob("*/metrics.jsonl"), key=os.path.getmtime)
         lines = files[-1].read_text().splitlines(keepends=True) if files else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def newest_epoch(self) -> int:
+        """Of the newest run's last lines, as a long record is slow to read; 0 before the first."""
+        files = sorted((self.root / "runs").glob("*/metrics.jsonl"), key=os.path.getmtime)
+        if not files:
+            return 0
+        with files[-1].open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = [line for line in stream.read().split(b"\n")[:-1] if line.startswith(b"{")]
+        return max((json.loads(line).get("epoch", 0) for line in lines), default=0)
 
     def model(self) -> dict[str, bytes]:
         """The adapted weights, by file name."""

@@ -82,7 +82,9 @@ def test_a_folder_that_is_no_state_is_said(tmp_path: Path) -> None:
         read_status(tmp_path)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:9101", "host:9101", "127.0.0.1", "127.0.0.1:x", "[::]:1"])
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:9101", "host:9101", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:" + "9" * 5000, "[::]:1"]
+)
 def test_metrics_never_leave_the_machine(address: str) -> None:
     with pytest.raises(ConfigError, match="of this machine"):
         check_metrics(address)

@@ -18,7 +18,7 @@ from tests.server_runtime.scripted_device import Refused
 
 def test_a_device_enrols_joins_rotates_and_is_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The roster changes under a server that runs; whoever is revoked is dismissed within a tick."""
-    token = enrolment.issue_claim(tmp_path / "roster", "clinic", "new", 1e12)
+    token = enrolment.issue_claim(tmp_path / "roster", "clinic", "new", 1e11)
     key = tmp_path / "identity" / "device.key"
 
     async def story(bench: Bench) -> None:

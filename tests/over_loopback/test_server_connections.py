@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -380,6 +381,25 @@ def test_the_end_of_the_torch_process_ends_the_server_with_its_message(
                 await device.receive()
 
     with pytest.raises(TrainingError, match="SIGKILL"):
+        on_server(story, tmp_path, monkeypatch, exit_when_done=True)
+
+
+def test_a_disk_that_takes_no_receipt_ends_the_server_with_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its devices would be dropped without a word, come back, and be dropped again."""
+
+    def refuse(device: str, session: str, seq: int) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def story(bench: Bench) -> None:
+        bench.store.note_received = refuse  # type: ignore[method-assign]
+        async with bench.device() as device:
+            await device.send(Gradient("run.step-1", 0.5, 1, 1, np.zeros((1, 3), np.float32)))
+            with pytest.raises(ConnectionClosed):
+                await device.receive()
+
+    with pytest.raises(TrainingError, match="disk is full"):
         on_server(story, tmp_path, monkeypatch, exit_when_done=True)
 
 

@@ -15,7 +15,7 @@ from server_runtime.admission import Admission
 from server_runtime.roster import read_roster
 from tests.server_runtime.test_admission import BINDING, TERMS, Desk
 
-LATER = 1e12
+LATER = 1e11  # s, the year 5138
 
 
 @pytest.fixture
@@ -72,6 +72,16 @@ def test_the_token_stays_with_the_device_and_the_server_keeps_nothing_to_enrol_w
     raw = signature.raw_public(signature.read_claim(token).public_key()).hex()
     assert raw in kept
     assert token.removeprefix("claim-") not in kept
+
+
+@pytest.mark.parametrize("expires", ["NaN", "Infinity", "1" + "0" * 400, "1e300", "-1", "null", "[" * 2000])
+def test_a_claim_that_a_bad_disk_left_without_a_date_is_no_claim(expires: str, desk: Desk) -> None:
+    enrolment.issue_claim(desk.roster.root, "clinic", "new", LATER)
+    path = desk.roster.root / "clinic" / "new.claim"
+    path.write_text(path.read_text().replace(repr(LATER), expires))
+    assert expires in path.read_text()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        read_roster(desk.roster.root)
 
 
 @pytest.mark.parametrize("case", ["expired", "other device", "relayed", "not its own key", "no key yet"])

@@ -178,6 +178,69 @@ def test_invariant_9_one_device_trains_at_a_time(model: Model) -> None:
     assert training == ""
 
 
+# -- what the published rule costs, and what is offered instead
+
+
+def test_a_copy_of_the_average_leaves_the_servers_own_layers_to_train_on(model: Model) -> None:
+    """Eq. 1 is what is judged and published; the layers that shallow devices train with stay bit for bit."""
+    of = judged(model())
+    settings = replace(QUIET, epochs=2, aggregate_every=1, average_into="copy")
+    before: list[dict[str, np.ndarray]] = []
+
+    class Watched(p3sl.P3SL):
+        def _aggregate(self, rounds):
+            before.append(rounds.w.floats())
+            values = super()._aggregate(rounds)
+            assert_same(rounds.w.floats(), before[-1])
+            return values
+
+    run = drive(of, settings, [device("a", of, 24, 0, 1), device("b", of, 15, 1, 2)])
+    run.build = lambda: Watched(of, settings)
+    strategy = run.run()
+    parts = [{f"backend.{name}": value for name, value in each.held().items()} for each in run.devices.values()]
+    found, mean = weights_of(strategy), average(before[-1], parts, [1, 1])
+    assert_same({name: found[name] for name in names_of(of, 2)}, mean)
+    assert any((before[-1][name] != mean[name]).any() for name in mean)
+    chain = strategy._rounds.w.accuracy(of.evaluation, parts[0])
+    assert run.records[-1]["chain/a"] == chain
+
+
+def test_one_that_comes_late_begins_with_the_average_where_the_server_keeps_its_own(model: Model) -> None:
+    of = model()
+    settings = replace(QUIET, average_into="copy")
+    run = drive(of, settings, three(of), away("b", ("choose_split",), lambda ask: ask.parameters["round"] == 1))
+    published: list[dict[str, np.ndarray]] = []
+
+    def watch(ask: Ask, name: str, reply: Reply) -> Reply | None:
+        if ask.kind == "take_turn" and name == "b" and ask.tensors["b"]:
+            held = weights_of(run.strategy)
+            published.append({key: held[f"backend.{key}"] for key in ask.tensors["b"]})
+            assert_same(dict(ask.tensors["b"]), published[0])
+        return away("b", ("choose_split",), lambda each: each.parameters["round"] == 1)(ask, name, reply)
+
+    run.change = watch
+    run.run()
+    assert len(published) == 1
+
+
+def test_norms_take_their_statistics_from_the_operators_images(model: Model) -> None:
+    of = judged(model(model=RESNET, cuts=(2, 4)))
+    one, other = (drive(of, replace(QUIET, epochs=1, norms=norms), [device("a", of, 8, 0, 2), device("b", of, 8, 1, 4)])
+                  for norms in ("averaged", "public"))  # fmt: skip
+    published, retaken = weights_of(one.run()), weights_of(other.run())
+    moved = {name for name in published if (published[name] != retaken[name]).any()}
+    assert moved and all(name.endswith(("running_mean", "running_var")) for name in moved)
+    first = min((name for name in moved if name.endswith("running_mean")), key=list(published).index)
+    seen = []
+    module = other.strategy._rounds.w._module
+    norm = module.get_submodule(first.removeprefix("backend.").rpartition(".")[0])
+    with torch.no_grad():
+        handle = norm.register_forward_pre_hook(lambda each, given: seen.append(given[0]))
+        module.eval()(torch.from_numpy(of.evaluation.images))
+        handle.remove()
+    np.testing.assert_allclose(retaken[first], seen[0].mean(dim=(0, 2, 3)).numpy(), rtol=1e-4, atol=1e-5)
+
+
 # -- the tables that devices choose by
 
 
@@ -270,6 +333,38 @@ def test_noise_is_lowered_once_the_accuracy_stays_below_the_floor_and_training_e
     assert lowered == pytest.approx([1.5, 0.15, 0.015])
     assert all(record["floor_reached"] is False and record["accuracy_floor"] == 0.95 for record in run.records)
     assert run.devices["pi"].offers[-1][1]["sigma"].tolist() == [0.0, 0.0]
+
+
+def test_training_recovers_once_less_noise_is_assigned(model: Model) -> None:
+    """Under sigma 20 nothing is learnt; Eq. 5 lowers it until the model reaches the floor, and then leaves it alone."""
+    of = judged(model())
+    settings = replace(SETTINGS, epochs=16, sigma="20", reference_accuracy=0.95, accuracy_loss=0.1)
+    run = drive(of, settings, [device("a", of, 24, 0, 1), device("b", of, 24, 1, 2)])
+    run.run()
+    floor, sigma = 0.9 * 0.95, 20.0
+    for record in run.records:
+        assert record["accuracy_floor"] == pytest.approx(floor)
+        assert record["sigma/a"] == record["sigma/b"] == pytest.approx(sigma)
+        if record.get("noise_lowered"):
+            assert record["test_accuracy"] < floor
+            sigma *= max(0.1, 1.0 - 2.0 * (floor - record["test_accuracy"]))
+    assert not run.records[0]["floor_reached"] and 0.0 < sigma < 20.0
+    assert [record["floor_reached"] for record in run.records[-2:]] == [True, True]
+    for each in run.devices.values():  # all of them chose anew, by the new table
+        assert each.offers[-1][1]["sigma"].tolist() == pytest.approx([sigma, sigma])
+
+
+def test_noise_that_is_lowered_below_a_devices_floor_ends_the_run_as_infeasible(model: Model) -> None:
+    """The device's floor is its own: the server learns that no split will do, never why."""
+    of = judged(model(), np.random.default_rng(0).integers(0, 3, 30))
+    careful = device("pi", of, 8)
+    careful.choose = lambda number: 1 if careful.offers[-1][1]["sigma"][0] >= 1.0 else 0
+    settings = replace(SETTINGS, epochs=40, learning_rate=1e-6, reference_accuracy=1.0)
+    run = drive(of, settings, [careful])
+    with pytest.raises(TrainingError, match="infeasible: pi accepts none of the splits under the noise") as raised:
+        run.run()
+    assert "sigma_floor" in raised.value.cure
+    assert [record["sigma/pi"] for record in run.records if record.get("noise_lowered")] == [pytest.approx(1.5)]
 
 
 def test_an_accuracy_above_the_floor_leaves_the_noise_alone(model: Model) -> None:
@@ -379,15 +474,18 @@ def test_a_short_rest_is_not_worth_a_sleep(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "seed"),
+    ("mode", "seed", "into"),
     [
-        ("raw-label", 0),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("raw-label", 1), ("client-head", 0))),
+        ("raw-label", 0, "server"),
+        ("raw-label", 0, "copy"),
+        *(pytest.param(*each, "server", marks=pytest.mark.slow) for each in (("raw-label", 1), ("client-head", 0))),
     ],
 )
-def test_the_result_does_not_depend_on_when_it_settles_and_starts_anew(mode: str, seed: int, model: Model) -> None:
+def test_the_result_does_not_depend_on_when_it_settles_and_starts_anew(
+    mode: str, seed: int, into: str, model: Model
+) -> None:
     of = model(gradient="int8")
-    settings = replace(SETTINGS, label_mode=mode, aggregate_every=2, epochs=4)
+    settings = replace(SETTINGS, label_mode=mode, aggregate_every=2, epochs=4, average_into=into)
 
     def devices() -> list[Device]:
         made = [Device(each.name, of, each.images, each.labels, mode) for each in three(of)]

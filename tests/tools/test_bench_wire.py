@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("onnx", reason="the benchmark writes a small frontend with onnx")
 
 from contract.errors import UsageError
-from tools import bench_wire
+from tests.over_loopback.deployment import wait_until
+from tools import bench_wire, bench_wire_peers, peers
+from tools.bench_wire_peers import Peer
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--turns", "2", "--exchanges", "5", "--exchange-bytes", "8000", "--devices", "2", "--round-bytes", "3000000")
@@ -50,6 +52,54 @@ def test_every_figure_is_measured_beside_its_peer(document: dict[str, Any]) -> N
     assert all(value > 0 for part in ("round", "upload") for value in document[part].values())
 
 
+def test_a_peer_whose_python_is_not_given_is_left_out_with_the_reason(document: dict[str, Any]) -> None:
+    assert document["peers"] == {
+        name: {"left_out": f"left out: no --{name} PYTHON was given, an interpreter that has {package}"}
+        for name, package in (("flower", "flwr"), ("nvflare", "nvflare"))
+    }
+
+
+@pytest.mark.parametrize("name", ["flower", "nvflare"])
+def test_an_interpreter_that_lacks_a_peer_is_a_usage_error(name: str) -> None:
+    with pytest.raises(UsageError, match=f"is no Python with {peers.PACKAGES[name]}") as error:
+        peers.version_of(name, sys.executable)
+    assert "pip install" in error.value.cure
+    with pytest.raises(UsageError, match="cannot be run"):
+        peers.version_of(name, "/nonexistent")
+
+
+def test_a_peers_figures_are_made_within_a_turn() -> None:
+    found = {"flower": Peer("1.0", "as it runs", "client", None, None)}  # type: ignore[arg-type]
+    exchanges = {  # the machine became ten times slower after the first turn
+        "flower": [{"whole_s": [6.0, 8.0]}, {"whole_s": [70.0, 70.0]}],
+        "ours": [{"whole_s": [1.0, 1.0, 5.0]}, {"whole_s": [10.0]}],
+    }
+    rounds = {"flower": [{"whole_s": [12.0]}, {"whole_s": [60.0]}], "ours": [{"whole_s": [3.0]}, {"whole_s": [20.0]}]}
+    figures = bench_wire_peers.figures(
+        found, {"flower": "python"}, exchanges, rounds, {"flower": 5}, bench_wire.percentile
+    )
+    assert figures["flower"] == {
+        "version": "1.0", "runs": "as it runs", "client_idle_bytes": 5, "exchanges": 4,
+        "exchange_p50_s": 70.0, "exchange_p99_s": 70.0, "exchange_times_ours": 7.0,
+        "rounds": 2, "round_s": 36.0, "round_times_ours": 3.5,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="descendants are found in /proc")
+def test_a_deployment_ends_what_its_programs_started(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    launcher = tmp_path / "bin" / "launcher"
+    launcher.write_text("#!/bin/sh\nsleep 300 &\necho $! > child\nwait\n")
+    launcher.chmod(0o755)
+    deployment = peers.Deployment(tmp_path / "peer", str(tmp_path / "bin" / "python"), {})
+    deployment.start("it", "launcher")
+    child = tmp_path / "peer" / "child"
+    wait_until(lambda: child.exists() and child.read_text().endswith("\n"), "the program's child")
+    state = Path(f"/proc/{child.read_text().strip()}/stat")
+    deployment.close()
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", "the child's end")  # Z: not reaped
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_is_counted_in_bytes_of_whole_processes(document: dict[str, Any]) -> None:
     memory = document["memory"]
@@ -73,7 +123,7 @@ def test_the_profile_names_shares_of_both_processes() -> None:
     assert profile["device"]["hand-off to the worker's thread"] > 0
 
 
-@pytest.mark.parametrize("flag", ["--turns", "--exchanges", "--devices", "--round-bytes"])
+@pytest.mark.parametrize("flag", ["--turns", "--exchanges", "--devices", "--round-bytes", "--peer-exchanges"])
 def test_sizes_below_one_are_a_usage_error(flag: str) -> None:
     with pytest.raises(UsageError, match=f"{flag} 0 is too few"):
         bench_wire.parse([flag, "0"])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.fuzz import doors, run_doors
+from contract.errors import UsageError
+from tools.fuzz import doors, parse, run_doors
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,20 @@ def test_what_gets_through_is_named_and_comes_again() -> None:
     assert isinstance(first, list) and first
     again = run_doors({"d": door}, seed=1, first=first[0]["number"], seconds=60, most=1)["faults"]
     assert again == first[:1]
+
+
+@pytest.mark.parametrize("flag", ["--minutes", "--most"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_trying_nothing_is_a_usage_error(flag: str, value: str) -> None:
+    with pytest.raises(UsageError, match=flag):
+        parse([flag, value])
+
+
+def test_trying_for_ever_and_a_number_that_no_input_has_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match="has no end"):
+        parse(["--minutes", "inf"])
+    with pytest.raises(UsageError, match="--first -1"):
+        parse(["--first", "-1"])
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ import pytest
 from contract.errors import DataError, UsageError
 from exporter import cli as exporter_cli
 from exporter import plan as exporter_plan
+from tools.kept_rows import finished
 from tools.reproduce import (
     QUICK_EFFORT,
     Bench,
     asked_of,
     available,
-    finished,
     listed_from,
     missing,
     parse,
@@ -336,7 +336,7 @@ def test_a_row_that_is_torn_or_of_another_package_is_computed_again(tmp_path: Pa
     run_rows(bench, MAIN[1:], never)
     (path,) = (tmp_path / "rows").glob("*.json")
     path.write_text(spoil(path.read_text()))
-    assert finished(path, bench.head(MAIN[1])) is None
+    assert finished(path, bench.head(MAIN[1]), "accuracy") is None
     run_rows(bench, MAIN[1:], never)
     assert computed == [MAIN[1], MAIN[1]]
 

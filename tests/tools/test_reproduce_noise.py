@@ -283,6 +283,6 @@ def test_a_stored_row_is_used_again_only_for_the_same_question(
     assert json.loads(capsys.readouterr().out)["rows"] == first["rows"]
     path = next((tmp_path / "out" / "rows").iterdir())
     row = json.loads(path.read_text())
-    assert study.finished(path, {"seeds": row["seeds"]}) == row
-    assert study.finished(path, {"seeds": [2]}) is None
+    assert study.finished(path, {"seeds": row["seeds"]}, "accuracy") == row
+    assert study.finished(path, {"seeds": [2]}, "accuracy") is None
     assert replace(study.QUICK, epochs=9) != study.QUICK

@@ -51,8 +51,34 @@ def test_baselines_run_with_both_noises_and_p3sl_with_its_own(tmp_path: Path) ->
     assert len(cells) == 3 * 2 * (1 + 2 * 4)
     assert [cell.noise for cell in cells if cell.method == "p3sl"] == [TABLE] * 6
     assert {cell.seed for cell in cells[:18]} == {0}
+    (copy,) = cells_of(parse(["--methods", "p3sl_copy", "--models", "resnet18", "--seeds", "0"]))
+    assert copy.noise == TABLE and "p3sl_copy" not in {cell.method for cell in cells}  # where it is asked for alone
     only = cells_of(parse(["--only", "vgg16_bn/ssl/2.5/B/7"]))
     assert only == [P3slCell("vgg16_bn", "ssl", PUBLISHED, "B", 7)]
+
+
+def test_environments_are_rows_of_their_own_and_a_default_one_stays_as_it_was(tmp_path: Path) -> None:
+    both = cells_of(parse(["-o", str(tmp_path), "--environments", "A,B"]))
+    assert [cell for cell in both if cell.environment == "A"] == cells_of(parse(["-o", str(tmp_path)]))
+    assert len(both) == len(set(both)) == 2 * 3 * 2 * (1 + 2 * 4)
+
+
+def test_a_nano_that_is_warm_without_a_fan_splits_elsewhere_than_with_one(works: list[Work]) -> None:
+    table, chosen = sigma_table(SPLITS), dict[str, dict[str, int]]()
+    for environment in ("A", "B"):
+        fleet = load_fleet(PAPER, environment)
+        choices = simulate.sweep(fleet, works, table, BATCH)
+        chosen[environment] = {
+            device.name: choices["devices"][device.name]["splits"][choices["alpha"].index(device.alpha)]
+            for device in fleet.devices
+        }
+    differing = {name for name, split in chosen["A"].items() if split != chosen["B"][name]}
+    assert differing == {"nano-1"}  # at 30 degrees in both, with a fan in B alone
+    assert max(within_cap(load_fleet(PAPER, "A").devices[0], works, BATCH)) < chosen["B"]["nano-1"]
+    noise = noise_of(TABLE, table, from_leakage(table, SPLITS), 0.0)
+    assert noise.of(chosen["A"]["nano-1"]) > noise.of(chosen["B"]["nano-1"])
+    common = [common_split(load_fleet(PAPER, each), works, BATCH) for each in ("A", "B")]
+    assert common[0] < common[1]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +157,7 @@ def made_row(method: str, noise: str, accuracy: float, whole_j: float, seed: int
     names = ("work", "awake", "whole", "could_sleep", "never_asleep")
     return {
         "model": "vgg16_bn", "environment": "A", "method": method, "noise": noise, "seed": seed, "accuracy": accuracy,
-        "setting": "a test", "own_accuracy": 0.4,
+        "setting": "a test", "own_accuracy": 0.4, "retaken_accuracy": accuracy + 0.02,
         "fsim_total": 2.8, "bytes": 10, "epoch_s": 5.0, "joules": dict.fromkeys(names, whole_j),
         "fsim_baselines": {"mean_colour": 2.0, "unrelated": 3.0, "no_protection": 3.5}, "devices": {"nano-1": device},
         "curve": [{"loss": 1.0, "test_accuracy": accuracy}],
@@ -206,9 +232,9 @@ def test_rows_are_kept_and_shown(tmp_path: Path) -> None:
     assert table is not None and table.unit == "sigma"
     laboratory = P3slLaboratory(world, {"A": fleet}, "onnxruntime", P3slRates(1, 8, 0.02, 1, 0.0), 1)
     (cell,) = cells_of(options)
-    row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, 1)
+    row = row_of(options, world, cell, tmp_path / "rows", laboratory, {}, "1 of 1")
     assert row is not None
-    assert row_of(options, world, cell, tmp_path / "rows", None, {}, 1) == row
+    assert row_of(options, world, cell, tmp_path / "rows", None, {}, "1 of 1") == row
     document = document_of(options, world, [row], 1)
     assert {"method", "setting", "seed", "accuracy", "bytes", "seconds", "energy_j", "energy_quality"} <= row.keys()
     assert json.dumps(document)

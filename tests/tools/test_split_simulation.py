@@ -87,12 +87,12 @@ Pair = tuple[Trainer, TorchTrainer]
 
 @pytest.fixture
 def pair(world: SplitWorld) -> Callable[..., Pair]:
-    def make(strategy: str, rule: OptimiserRule) -> Pair:
+    def make(strategy: str, rule: OptimiserRule, device: torch.device = CPU) -> Pair:
         front = export_part_package(world, "resnet18", strategy)
         folder = backend_folder.read(front.with_name(f"{front.name}.backend"))
         shipped = split_model.load(folder, CPU)  # type: ignore[arg-type]
         (cut,) = shipped.plan.cuts
-        ours = open_torch_trainer(front, cut, rule, shipped.module, shipped.plan.class_count, CPU)
+        ours = open_torch_trainer(front, cut, rule, shipped.module, shipped.plan.class_count, device)
         return open_trainer(front, cut, rule), ours
 
     return make
@@ -128,6 +128,20 @@ def test_steps_are_the_devices_own(pair: Callable[..., Pair], strategy: str, rul
             assert np.abs(state[name] - value).max() <= 2e-3 * max(np.abs(value).max(), 1e-3), name
     images = batch_of(real, 9)["x"]
     np.testing.assert_allclose(ours.evaluate(images), real.evaluate(images), atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["sequential_split", "fed_avg"])
+def test_captured_steps_are_the_parts_own(pair: Callable[..., Pair], strategy: str) -> None:
+    device = torch.device("cuda")
+    (_, captured), (_, plain) = (pair(strategy, OptimiserRule(), device) for _ in range(2))
+    plain._captured = None
+    for trainer in (captured, plain):
+        train(trainer, range(8))
+    assert captured._captured is not None and captured._captured._graphed
+    expected, state = plain.state(), captured.state()
+    for name, value in expected.items():
+        assert np.abs(state[name] - value).max() <= 1e-3 * max(np.abs(value).max(), 1e-3), name
 
 
 @pytest.mark.parametrize("rule", [OptimiserRule(), OptimiserRule("adamw", 0.0, 0.01)])
@@ -253,7 +267,7 @@ def test_the_command_keeps_its_rows(
     assert json.loads(capsys.readouterr().out) == first
     assert reproduce_split.main([*words, "--table"]) == 0
     assert "resnet18, centralised" in capsys.readouterr().out
-    (line,) = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "split.jsonl").read_text().splitlines()
     assert json.loads(line) == first["rows"][0]
     assert (tmp_path / "split.html").read_text().startswith("<!doctype html>")
     with pytest.raises(UsageError, match="no finished row"):

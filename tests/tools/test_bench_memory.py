@@ -1,0 +1,50 @@
+"""What is reported of samples of memory: quarters, slope and its error, also of a file that is cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the measurement runs a server")
+
+from tools.bench_memory import read, summarise
+
+
+def sample(s: float, kb: int, pid: int = 7) -> dict[str, object]:
+    return {"s": s, "epochs": int(s), "processes": [{"role": "server", "pid": pid, "rss_kb": kb, "pss_kb": None}]}
+
+
+def rss(document: dict[str, object]) -> dict[str, float]:
+    memory = document["memory"]
+    assert isinstance(memory, list)
+    return next(row for row in memory if row["kind"] == "rss_kb")
+
+
+def test_a_leak_is_seen_with_its_error_and_a_warm_up_is_none() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(scale=50, size=721)
+    leak = [sample(10.0 * n, int(60_000 + 360 * 10 * n / 3600 + noise[n])) for n in range(721)]
+    row = rss(summarise(leak))
+    assert row["slope_kb_per_h"] == pytest.approx(360, abs=3 * row["slope_error_kb_per_h"])
+    assert 0 < row["slope_error_kb_per_h"] < 20
+    warm = [sample(10.0 * n, 60_000 + min(n, 100)) for n in range(721)]
+    row = rss(summarise(warm))
+    assert (row["first"], row["second_quarter"], row["last_quarter"]) == (60_000, 60_100, 60_100)
+    assert (row["most"], row["slope_kb_per_h"], row["slope_error_kb_per_h"]) == (60_100, 0.0, 0.0)
+
+
+def test_what_is_not_told_is_unknown_and_restarts_are_counted() -> None:
+    document = summarise([sample(0.0, 5), sample(10.0, 6, pid=8)])
+    memory = document["memory"]
+    assert [row["processes"] for row in memory] == [2, 2]
+    assert next(row for row in memory if row["kind"] == "pss_kb")["first"] is None
+    assert rss(document)["slope_kb_per_h"] is None
+
+
+def test_a_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps(sample(0.0, 5)) + "\n" + json.dumps(sample(10.0, 6))[:20])
+    assert len(read(path)) == 1
