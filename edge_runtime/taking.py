@@ -90,7 +90,7 @@ def takes_packages(config: DeviceConfig) -> bool:
 async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
     """Call on the server: say what is to be said, take what it offers, make current what its run wants.
 
-    Raises: CutlayerError where this device's own files are not in order; RefusedError, AuthError.
+    Raises: DeviceError where the state is in use. Nothing else: a run does not end because an update did not come.
     """
     state = open_state(config.state)
     allowance = open_allowance(state.root, config.max_mb_per_day, BUILT, say)
@@ -103,6 +103,9 @@ async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
     except (OSError, ssl.SSLError, WebSocketException, asyncio.TimeoutError, ProtocolError) as error:
         told = explain(error, config.server, datetime.now(timezone.utc), BUILT)
         say(f"no package was taken: {told.cause} ({told.cure})")
+        return Taken.FAILED
+    except CutlayerError as error:
+        say(f"no package was taken: {error.cause} ({error.cure})")
         return Taken.FAILED
     except asyncio.CancelledError:
         forget_attempt(state.packages)  # stopped on purpose: that says nothing of the package
