@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_server_run_says_by_its_alert_what_is_wrong(
 
     listen = Listen("127.0.0.1", 0, keys / "server.pem", keys / "server.key", keys / "ca.pem")
     monkeypatch.setattr(bench_module, "Listen", lambda *words: listen)
-    token = enrolment.issue_claim(tmp_path / "roster", "clinic", "new", 1e12)
+    token = enrolment.issue_claim(tmp_path / "roster", "clinic", "new", time.time() + 3600)
     other = make(tmp_path / "other", "pi-1")
 
     async def story(bench: Any) -> None:
