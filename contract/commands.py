@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from contract.console import ArgumentParser
+from contract.errors import UsageError, suggest
 
 
 def names(folder: ModuleType) -> tuple[str, ...]:
@@ -21,12 +22,17 @@ def names(folder: ModuleType) -> tuple[str, ...]:
 
 
 def run_named(prog: str, folder: ModuleType, arguments: Sequence[str]) -> int | None:
-    """Run the command that the first argument names; None where it names none.
+    """Run the command that the first argument names; None where it is a flag, or there is none.
 
-    Raises: CutlayerError of the command.
+    Raises: CutlayerError of the command; UsageError where there is no such command.
     """
-    if not arguments or arguments[0] not in names(folder):
+    if not arguments or arguments[0].startswith("-"):
         return None
+    if arguments[0] not in names(folder):
+        raise UsageError(
+            f"there is no command {arguments[0]!r} of {prog}{suggest(arguments[0], names(folder))}",
+            f"see {prog} --help",
+        )
     module = importlib.import_module(f"{folder.__name__}.{arguments[0].replace('-', '_')}")
     parser = ArgumentParser(f"{prog} {arguments[0]}", (module.__doc__ or "").split("\n\n")[0])
     module.configure(parser)

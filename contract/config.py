@@ -9,8 +9,9 @@ empty one counts as not set. Paths in a file are relative to the file, others to
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,8 @@ REQUIRED: Final = _Required()
 class Field:
     """One setting: its key in the section, type, default or REQUIRED, help text, and whether it must not be shown.
 
-    `type` is str, int, float, bool, Path, tuple (strings) or dict (a table). A default of None means "not set".
+    `type` is str, int, float, bool, Path, tuple (strings) or dict (a table). A default of None means "not set". `reads`
+    is "file" or "folder" where it names one that has to be there already.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Field:
     default: object
     help: str
     secret: bool = False
+    reads: str = ""
 
     @property
     def described(self) -> str:
@@ -94,6 +97,9 @@ def find_file(given: Path | None, directory: Path, names: Sequence[str] = ("cutl
         ConfigError: the file given does not exist.
     """
     if given is not None:
+        if given.is_dir():
+            known = next((given / name for name in names if (given / name).is_file()), given / names[0])
+            raise ConfigError(f"--config should name a file, {given} is a folder", f"give a file, such as {known}")
         if not given.is_file():
             raise ConfigError(f"there is no configuration file {given}", "check the path after --config")
         return given
@@ -146,6 +152,27 @@ def resolve(
     for field in fields:
         values[field.name], origin[field.name] = _settle(section, field, flags, variables, table, file)
     return Resolved(section, values, origin, frozenset(field.name for field in fields if field.secret))
+
+
+def check_inputs(fields: Sequence[Field], resolved: Resolved, names: Collection[str] | None = None) -> None:
+    """Whether files and folders are there that settings name (all, or those of `names`): told before anything is done.
+
+    Raises:
+        ConfigError: one is not there, or is of the other kind, or may not be read.
+    """
+    for field in fields:
+        path = resolved.values[field.name]
+        if not field.reads or path is None or (names is not None and field.name not in names):
+            continue
+        if not os.path.exists(path):
+            fault = f"there is no {field.reads} {path}"
+        elif os.path.isdir(path) != (field.reads == "folder"):
+            fault = f"{path} is a {'file' if field.reads == 'folder' else 'folder'}, expected a {field.reads}"
+        elif not os.access(path, os.R_OK):
+            fault = f"the {field.reads} {path} may not be read by this user"
+        else:
+            continue
+        raise ConfigError(f"{fault} ({field.name})", f"correct {resolved.origin[field.name]}")
 
 
 def _settle(

@@ -165,6 +165,15 @@ class UnreachableError(CutlayerError):
     exit_code = 8
 
 
+def why(error: BaseException, path: object = None) -> str:
+    """What a foreign exception says, for the end of a cause: one line, without the number of an error, and without a
+    file's name where that is `path`, which the cause has named."""
+    if isinstance(error, OSError) and error.strerror:
+        other = error.filename is not None and str(error.filename) != str(path)
+        return f"{error.strerror} ({error.filename})" if other else error.strerror
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Text for the end of a cause: the known name nearest to a mistyped one, or all of them, or ''.
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from contract.canonical import INT_MAX, shown
 from contract.errors import LocalProtocolError, ProtocolError, suggest
 from contract.manifest import LabelMode
+from contract.names import is_name
 
 PROTOCOL_MIN = 1
 PROTOCOL = 1
@@ -48,7 +49,6 @@ UInt16 = npt.NDArray[np.uint16]
 class FieldLimits:
     """Largest sizes of single fields."""
 
-    name_characters: int = 64
     tensor_characters: int = 128
     text_characters: int = 1000
     features: int = 32
@@ -65,9 +65,9 @@ class FieldLimits:
 
 LIMITS = FieldLimits()
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TENSOR = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # as a manifest may list it
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _CURE = "one of the two programs has a fault: update both to one version; if it stays, report this text"
 
@@ -274,7 +274,7 @@ class Hello:
         _require(self, "key_id", _KEY_ID.fullmatch(self.key_id) is not None, "16 hex digits")
         _require(self, "protocol_min", 1 <= self.protocol_min <= self.protocol_max, f"1 to {self.protocol_max}")
         _require(self, "features", len(self.features) <= LIMITS.features, f"at most {LIMITS.features} names")
-        _require(self, "features", all(_is_name(each) for each in self.features), "names")
+        _require(self, "features", all(is_name(each) for each in self.features), "names")
         _require_digest(self, "package_digest")
         _require_count(self, "class_count")
         _require_digest(self, "class_list_hash")
@@ -798,11 +798,7 @@ def _require(message: Message, name: str, holds: bool, expected: str) -> None:
 
 def _require_name(message: Message, name: str) -> None:
     # Names become parts of paths (roster, run directory): no separators, no leading dot.
-    _require(message, name, _is_name(getattr(message, name)), "a name: letters, digits, '.', '_', '-', at most 64")
-
-
-def _is_name(text: str) -> bool:
-    return len(text) <= LIMITS.name_characters and _NAME.fullmatch(text) is not None
+    _require(message, name, is_name(getattr(message, name)), "a name: letters, digits, '.', '_', '-', at most 64")
 
 
 def _require_text(message: Message, name: str) -> None:
@@ -818,8 +814,7 @@ def _require_digest(message: Message, name: str) -> None:
 
 
 def _require_file(message: Fetch | Piece) -> None:
-    valid = len(message.file) <= LIMITS.tensor_characters and _NAME.fullmatch(message.file) is not None
-    _require(message, "file", valid, "a plain file name without separators")
+    _require(message, "file", _FILE.fullmatch(message.file) is not None, "a plain file name without separators")
 
 
 def _require_count(message: Message, name: str) -> None:

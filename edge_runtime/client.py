@@ -49,6 +49,7 @@ class ClientLimits:
     replaced: int = 3  # so often in a row may a newer session under this name take over
     lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
     save_up_s: float = 30.0  # between two looks whether a new day has begun
+    lost: int = 3  # connections in a row that brought nothing: the link is down, for a device that can do without
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
 
 
@@ -77,16 +78,18 @@ class Client:
         on_rest: Callable[[bool], None] = lambda begins: None,
         sleeper: Sleeper | None = None,
         allowance: Allowance | None = None,
+        can_do_without: bool = False,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
         beginning and the end of a rest that the server gave this device, which `sleeper` spends. `allowance` None:
-        bytes cost nothing."""
+        bytes cost nothing. One that `can_do_without` a server gives up after a few failures."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
-        self._on_tick, self._on_rest = on_tick, on_rest
+        self._on_tick, self._on_rest, self._can_do_without = on_tick, on_rest, can_do_without
+        self._lost = 0
         self._sleeper = sleeper or Sleeper((), say)
         self._allowance = allowance
         self._rest_s: float | None = None
@@ -99,8 +102,8 @@ class Client:
     async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
         """Stay with the server until the run is over, or `stop` is set.
 
-        Raises: UnreachableError with `once`; RefusedError, AuthError, ProtocolError when coming back is of no use;
-        TrainingError when the server gave up; what the worker raised.
+        Raises: UnreachableError with `once`, or for a device that can do without; RefusedError, AuthError,
+        ProtocolError when coming back is of no use; TrainingError when the server gave up; what the worker raised.
         """
         loop = asyncio.get_running_loop()
         self._delivery.on_change = lambda: wake(loop, self._wake)
@@ -136,7 +139,9 @@ class Client:
                 continue
             self._note_replaced(failure, lasted_s, progressed)
             told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
-            if once:
+            lasted = progressed or lasted_s >= self._limits.lasting_s or isinstance(failure, RefusedError)
+            self._lost = 0 if lasted else self._lost + 1
+            if once or (self._can_do_without and self._lost >= self._limits.lost):
                 raise UnreachableError(told.cause, told.cure) from failure
             retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
             wait_s, now_s = self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), time.monotonic()
@@ -152,10 +157,10 @@ class Client:
     async def _save_up(self, allowance: Allowance, stop: asyncio.Event, once: bool) -> None:
         """Stay away until there is something to spend; the worker goes on meanwhile, into its spool.
 
-        Raises: UnreachableError with `once`.
+        Raises: UnreachableError with `once`, and where this device can do without a server.
         """
         cause, cure = allowance.in_words()
-        if once:
+        if once or self._can_do_without:
             raise UnreachableError(cause, cure)
         self._say(f"{cause} ({cure})")
         now_s = time.monotonic()

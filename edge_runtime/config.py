@@ -15,26 +15,48 @@ from urllib.parse import urlsplit
 
 from contract.config import REQUIRED, Field, Resolved, find_file, resolve
 from contract.errors import ConfigError, suggest
+from contract.names import check_name
 from edge_runtime.choose_split import Preferences, read_floor
 
 SECTION = "device"
 FILES = ("edge.toml", "cutlayer.toml")
 LABEL_MODES = ("permuted-label", "logit-gradient", "client-head", "raw-label")
 NOISE_MODES = ("keyed", "fresh")
+NAME_CURE = "correct --name: it is the name that server-run claim was given"
 
 FIELDS = (
     Field("engine", str, REQUIRED, "the package folder, or DIR/front.onnx or DIR/front.plan in it"),
-    Field("data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer"),
+    Field(
+        "data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer", reads="folder"
+    ),
     Field("server", str, REQUIRED, "wss://host:port of the server (ws:// on this machine only)"),
-    Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher"),
-    Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's"),
-    Field("certificate", Path, None, "this device's certificate (PEM), for a server that asks for one (--client-ca)"),
-    Field("certificate_key", Path, None, "private key of that certificate (PEM)"),
-    Field("key", Path, REQUIRED, "this device's private key (PEM), whose public half the server has enrolled"),
+    Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher", reads="file"),
+    Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's", reads="file"),
+    Field(
+        "certificate",
+        Path,
+        None,
+        "this device's certificate (PEM), for a server that asks for one (--client-ca)",
+        reads="file",
+    ),
+    Field("certificate_key", Path, None, "private key of that certificate (PEM)", reads="file"),
+    Field(
+        "key",
+        Path,
+        REQUIRED,
+        "this device's private key (PEM), whose public half the server has enrolled",
+        reads="file",
+    ),
     Field("name", str, REQUIRED, "this device's name, as the server has enrolled it"),
     Field("state", Path, REQUIRED, "directory on a local disk where this device keeps its state"),
-    Field("site_secret", Path, None, "32 bytes that the devices of one site share; a device alone makes its own"),
-    Field("classes", Path, None, "class list, one a line; default: the class folders"),
+    Field(
+        "site_secret",
+        Path,
+        None,
+        "32 bytes that the devices of one site share; a device alone makes its own",
+        reads="file",
+    ),
+    Field("classes", Path, None, "class list, one a line; default: the class folders", reads="file"),
     Field("label_mode", str, "permuted-label", f"the one label mode this device accepts: {', '.join(LABEL_MODES)}"),
     Field(
         "noise",
@@ -50,7 +72,13 @@ FIELDS = (
     Field("max_mb_per_day", float, None, "most MB that may go over the network in a day, both ways; default: no limit"),
     Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
-    Field("energy_table", Path, None, "P3SL: this device's table of edge-profile --train -o, to choose its split by"),
+    Field(
+        "energy_table",
+        Path,
+        None,
+        "P3SL: this device's table of edge-profile --train -o, to choose its split by",
+        reads="file",
+    ),
     Field("privacy_weight", float, 0.5, "P3SL: alpha, from 0 (that choice goes by energy alone) to 1 (by privacy)"),
     Field(
         "remeasure_s",
@@ -158,6 +186,7 @@ def resolve_config(
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**values)
+    check_name(config.name, "the device's name", NAME_CURE)
     require_choice("label_mode", config.label_mode, LABEL_MODES)
     check_caps(config)
     check_protection(config)

@@ -7,13 +7,13 @@ a device does about bad files (ED-02), duplicates and its class list.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.errors import ConfigError, DataError
+from contract.errors import ConfigError, DataError, why
 from contract.image_folder import Folder, ImageFile, scan
 from contract.images import load_pixels, pixel_digest
 from contract.keyed_noise import wire_id
@@ -110,6 +110,20 @@ def load_dataset(
     return Dataset(folder.classes, tuple(ordered), tuple(skipped), tuple(duplicates), folder.ignored)
 
 
+def class_folders(root: Path) -> tuple[str, ...]:
+    """Names of the class folders there are, in code-point order. Raises: DataError as `load_dataset`."""
+    return scan(root, None).classes
+
+
+def without_labels(dataset: Dataset, known: int) -> Dataset:
+    """The same, with images of classes beyond the first `known` taken for unlabelled ones."""
+    samples = tuple(
+        replace(sample, label=None) if sample.label is not None and sample.label >= known else sample
+        for sample in dataset.samples
+    )
+    return replace(dataset, classes=dataset.classes[:known], samples=samples)
+
+
 def make_sample(image: ImageFile, digest: bytes, secret: bytes) -> Sample:
     """The sample that an image with these pixels is on this device."""
     return Sample(image.path, image.relative, wire_id(secret, digest), digest, image.class_index)
@@ -149,7 +163,7 @@ def read_class_list(path: Path, limits: DataLimits | None = None) -> tuple[str, 
         names = tuple(line.strip() for line in data.decode("utf-8-sig").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the class list {path} cannot be read: {error}", "give a UTF-8 text file, one class a line"
+            f"the class list {path} cannot be read: {why(error, path)}", "give a UTF-8 text file, one class a line"
         ) from error
     if not names or len(data) > limit_bytes:
         raise ConfigError(

@@ -21,7 +21,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from contract.codec import LIMITS as CODEC_LIMITS
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 from edge_runtime.config import is_loopback
 from edge_runtime.line_marks import LineMarks, connection_that_tells
 from edge_runtime.reconnect import EndedAfterTls, tls_alert
@@ -56,7 +56,9 @@ def tls_context(
     try:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the CA certificate {ca} cannot be used: {error}", "give --ca a PEM file") from error
+        raise ConfigError(
+            f"the CA certificate {ca} cannot be used: {why(error, ca)}", "give --ca a PEM file"
+        ) from error
     if certificate is not None:
         try:
             context.load_cert_chain(certificate, certificate_key, password=lambda: b"")  # never asked on a terminal

@@ -96,8 +96,10 @@ def equip_parts(
         keeper: PartKeeper = RoundKeeper(rules, images, open_cut, shipped, store, tick, fresh, accounts.release)
     else:
 
-        def release(ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float) -> None:
-            accounts.release(ids, cut, kept, sigma)
+        def release(
+            ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float, draw: str
+        ) -> None:
+            accounts.release(ids, cut, kept, sigma, draw)
             counters.sigma = sigma
 
         choice = open_choice(installed, plan, config, threads, stages, counters, tick, say)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
-from contract.errors import ConfigError, DeviceError
+from contract.errors import ConfigError, DeviceError, why
 from edge_runtime.state import State, write_durably
 
 COPY_BYTES = 256 << 20
@@ -64,7 +64,9 @@ def read_copy(source: Path) -> IdentityCopy:
         if copy.format != 1 or damaged or any(part.name not in (*PARTS, KEY) for part in copy.parts):
             raise ValueError(f"damaged at {', '.join(damaged)}" if damaged else "another format")
     except (OSError, ValueError, CanonicalError) as error:
-        raise ConfigError(f"the copy {source} cannot be used: {error}", "give the file of edge-run backup") from error
+        raise ConfigError(
+            f"the copy {source} cannot be used: {why(error, source)}", "give the file of edge-run backup"
+        ) from error
     return copy
 
 

@@ -31,6 +31,7 @@ from contract.errors import (
     RollbackError,
     SignatureError,
     TrialError,
+    why,
 )
 from contract.images import normalise
 from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, of_package
@@ -111,7 +112,9 @@ def install(
             point(packages, CURRENT, staged.folder.name)
         shed_others(packages)
     except OSError as error:
-        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
+        raise DeviceError(
+            f"the package cannot be installed in {packages}: {why(error, packages)}", "make room on the disk"
+        ) from error
     return staged
 
 
@@ -156,7 +159,9 @@ def stage(
             finally:
                 shutil.rmtree(incoming, ignore_errors=True)
     except OSError as error:
-        raise DeviceError(f"the package cannot be installed in {packages}: {error}", "make room on the disk") from error
+        raise DeviceError(
+            f"the package cannot be installed in {packages}: {why(error, packages)}", "make room on the disk"
+        ) from error
     return Installed(folder, manifest, package_digest, None if math.isinf(snr_db) else snr_db, training)
 
 
@@ -253,7 +258,7 @@ def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bo
         for record in manifest.files:
             check_file(folder / record.name, record, None)
     except (PackageError, OSError) as error:
-        say(f"the installed copy is damaged and is installed again: {error}")
+        say(f"the installed copy is damaged and is installed again: {why(error)}")
         return False
     return True
 

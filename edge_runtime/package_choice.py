@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, suggest
 from contract.manifest import MANIFEST_NAME
-from edge_runtime.engines import engine_names
+from edge_runtime.engines import engine_names, offered_engines
 from edge_runtime.engines.tensorrt import LIBRARIES
 
 DEFAULT_ENGINE = "onnxruntime"
@@ -59,7 +59,7 @@ def choose_package(spec: str) -> PackageChoice:
 def choose_engine(folder: Path, asked: str) -> PackageChoice:
     """The engine asked for if this device has it, else ONNX Runtime with the reason said."""
     if asked not in engine_names():
-        raise ConfigError(f"no engine is called {asked!r}; there are {', '.join(engine_names())}", "correct --engine")
+        raise ConfigError(f"no engine is called {asked!r}{suggest(asked, offered_engines())}", "correct --engine")
     reason = missing_for_plans() if asked == PLANNED_ENGINE else None
     if reason is None:
         return PackageChoice(folder, asked, None)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # it loads onnxruntime, which a device that is idle or predic
 Floats: TypeAlias = NDArray[np.float32]
 START_ANEW = "start a new run on the server"
 LABELLED = ("raw-label", "permuted-label")
-BeforeRelease: TypeAlias = Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None, float], None]
+BeforeRelease: TypeAlias = Callable[[Sequence[bytes], TrainingCut, NDArray[np.int64] | None, float, str], None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class _Sums:
         self.count += count
 
 
-def _unrecorded(sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float) -> None:
+def _unrecorded(
+    sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float, draw: str
+) -> None:
     """Where nothing leaves a machine: a simulated device."""
 
 
@@ -271,13 +273,14 @@ class PartKeeper:
             int(numbers["seed"]), int(numbers["epoch"]), int(numbers["place"]), int(numbers["size"])
         )
         keep, sigma = self._images.kept_patches(batch.sample_ids, trainer.cut), sigma_of(ask)
-        self.before_release(batch.sample_ids, trainer.cut, keep, sigma)
+        epoch = f"{place.run} epoch {int(numbers['epoch'])}"
+        draw = "" if self.noise is None else self.noise.draw_of(epoch, ask.ask)
+        self.before_release(batch.sample_ids, trainer.cut, keep, sigma, draw)
         z = self._run_part(trainer, batch, keep)
         if sigma > 0.0:
             if self.noise is None:
                 raise RemoteProtocolError(f"ask {ask.ask}: this device has no noise for it", START_ANEW)
-            epoch = f"{place.run} epoch {int(numbers['epoch'])}"
-            z = self.noise.add(z, batch.sample_ids, place.cut, sigma, epoch, ask.ask)
+            z = self.noise.add(z, batch.sample_ids, place.cut, sigma, draw)
         self._tick(len(z))
         place.batch, place.waiting = place.batch + 1, batch
         values: NDArray[Any] = to_wire(z.reshape(len(z), -1), np.float16 if self.sends_float16 else np.float32)

@@ -1,7 +1,8 @@
 """What of each image leaves with the activations of a part that is trained here: recorded before it is sent.
 
-Every epoch shows the image anew, by other weights, whatever noise there is: so one line stands for all epochs of a
-package's cut at one strength of noise. Which patches go is `training_set`'s part, the file `release_ledger`'s.
+Every epoch shows the image anew, by other weights. Without noise one line stands for all epochs of a package's cut;
+under noise each draw is counted, as whoever has many of them averages. Which patches go is `training_set`'s part, what
+names a draw `transforms.cut_noise`'s, the file `release_ledger`'s.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class PartLedger:
     floor: SigmaFloor = field(default_factory=SigmaFloor)
 
     def release(
-        self, sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float
+        self, sample_ids: Sequence[bytes], cut: TrainingCut, kept: NDArray[np.int64] | None, sigma: float, draw: str
     ) -> None:
-        """Activations of these images are about to leave under noise of deviation `sigma`; `kept` (B, K) are their
-        patches, None all of them.
+        """Activations of these images are about to leave under noise of deviation `sigma` and of this `draw`; `kept`
+        (B, K) are their patches, None all of them.
 
         Raises: RefusedError when that is less noise than the device's floor, DataError when an image would go over the
         cap, and then nothing may be sent; DeviceError.
@@ -53,8 +54,8 @@ class PartLedger:
         else:
             patches = [to_text(grid, row) for row in kept]
         self.ledger.check_patches(sample_ids, patches, self.max_patch_share)
-        kind = UNDER_NOISE if sigma > 0.0 else WITHOUT_NOISE
-        self.ledger.record(sample_ids, Release(self.package_digest, cut.index, kind, sigma), patches)
+        kind, draw = (UNDER_NOISE, draw) if sigma > 0.0 else (WITHOUT_NOISE, "")
+        self.ledger.record(sample_ids, Release(self.package_digest, cut.index, kind, sigma), patches, draw)
 
 
 def _grid(cut: TrainingCut, size: tuple[int, int]) -> tuple[int, int]:

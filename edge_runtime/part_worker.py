@@ -74,13 +74,13 @@ class PartWorker:
         trainer, noise = self._predictor(upload.run), self._keeper.noise
         ids = [sample.sample_id for sample in self.samples]
         sigma = 0.0 if noise is None else noise.floor.of(trainer.cut.index)
-        self._keeper.before_release(ids, trainer.cut, None, sigma)
+        draw = "" if noise is None else noise.draw_of(f"{upload.run} prediction", upload.ask)
+        self._keeper.before_release(ids, trainer.cut, None, sigma, draw)
         total, kind = len(self.samples), np.float16 if self._keeper.sends_float16 else np.float32
         sent = 0
         for number, z in enumerate(self._evaluate(trainer, self.batch_size(upload, trainer))):
             if noise is not None:
-                some, message = ids[sent : sent + len(z)], f"{upload.ask} {number}"
-                z = noise.add(z, some, trainer.cut.index, sigma, f"{upload.run} prediction", message)
+                z = noise.add(z, ids[sent : sent + len(z)], trainer.cut.index, sigma, draw)
             sent += len(z)
             values = to_wire(z, kind)
             self.counters.images += len(z)

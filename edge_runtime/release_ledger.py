@@ -7,22 +7,28 @@ and refuses; the noise is drawn by `transforms.laplace`, what is told of the cou
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from contract.errors import DataError, DeviceError
 from edge_runtime.released_patches import UNKNOWN, share_shown
 
-# Kinds of releases of a part that the device trains. Each epoch shows the image anew, by other weights; one is recorded
-# for each strength of noise, and max_releases, which counts draws before one frontend, does not cap them.
+# Kinds of releases of a part that the device trains. Each epoch shows the image anew, by other weights, and
+# max_releases, which counts draws before one frontend, does not cap them. Of a strength of noise there is one line for
+# an image, and another for each batch of each draw. The scale is a standard deviation.
 WITHOUT_NOISE = "activations without noise"
-UNDER_NOISE = "activations under laplace noise"  # its scale is a standard deviation
-OF_PARTS = (WITHOUT_NOISE, UNDER_NOISE)
+UNDER_NOISE = "activations under laplace noise, draws counted"
+UNCOUNTED = "activations under laplace noise"  # of an earlier version, which kept no count of its draws
+OF_PARTS = (WITHOUT_NOISE, UNDER_NOISE, UNCOUNTED)
+_DRAW = "draw"
+WIRE_ID_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Release:
     """What a draw of noise is keyed by, but for the image; the same release twice discloses nothing new.
 
     `patches` says which ones it shows (`released_patches`); it follows from package and cut, and is no part of the key.
+    `draws` is how many draws of noise it stands for, where that is counted; it is no part of the key either.
     """
 
     package_digest: str
@@ -37,6 +44,7 @@ class Release:
     kind: str  # e.g. "laplace alpha=0.1"; a fresh draw adds the upload it belongs to
     scale: float
     patches: str = UNKNOWN
+    draws: int | None = None
 
     def text(self) -> str:
         return f"{self.package_digest}\t{self.cut}\t{self.kind}\t{self.scale!r}"
@@ -46,6 +54,29 @@ def release_of(text: str, patches: str) -> Release:
     """The inverse of `Release.text`. Raises: ValueError for another text."""
     package_digest, cut, kind, scale = text.split("\t")
     return Release(package_digest, int(cut), kind, float(scale), patches)
+
+
+def pack_draw(sample_ids: Sequence[bytes], release_text: str, mark: str) -> bytes:
+    """`crc32<TAB>draw<TAB>package<TAB>cut<TAB>kind<TAB>scale<TAB>mark<TAB>wire ids in Base64<LF>`: these images get a
+    draw of noise more. As every batch of every epoch has such a line, an image takes no more than 22 bytes of it."""
+    body = f"{_DRAW}\t{release_text}\t{mark}\t".encode() + base64.b64encode(b"".join(sample_ids))
+    return b"%08x\t%s\n" % (zlib.crc32(body), body)
+
+
+def parse_draw(line: bytes) -> tuple[list[bytes], str, str] | None:
+    """(wire ids, release text, mark), or None for a line that is not whole, or of an image."""
+    crc, _, body = line.partition(b"\t")
+    if crc != b"%08x" % zlib.crc32(body):
+        return None
+    try:
+        word, *release, mark, packed = body.decode().split("\t")
+        ids = base64.b64decode(packed, validate=True)
+        release_of("\t".join(release), UNKNOWN)
+    except ValueError:  # whole, and not of this form
+        return None
+    if word != _DRAW or len(ids) % WIRE_ID_BYTES:
+        return None
+    return [ids[n : n + WIRE_ID_BYTES] for n in range(0, len(ids), WIRE_ID_BYTES)], "\t".join(release), mark
 
 
 def pack_line(sample_id: bytes, release_text: str, patches: str) -> bytes:
@@ -82,6 +113,7 @@ class ReleaseLedger:
         """
         self._path, self._read_only = path, read_only
         self._released: dict[bytes, dict[str, str]] = defaultdict(dict)  # by image and release text: the patches
+        self._draws: dict[tuple[bytes, str], tuple[int, str]] = {}  # by image and release text: how many, and the last
         self._texts: dict[str, str] = {}  # each text once, however many images have it
         self.unreadable = 0  # lines, whose images are not known
         if path.exists():
@@ -93,11 +125,12 @@ class ReleaseLedger:
             say(f"release ledger: a torn last line of {len(data) - whole} bytes is cut off")
             os.truncate(self._path, whole)
         for line in data[:whole].splitlines():
-            entry = parse_line(line)
-            if entry is None:
-                self.unreadable += 1
-            else:
+            if (entry := parse_line(line)) is not None:
                 self._remember(*entry)
+            elif (drawn := parse_draw(line)) is not None:
+                self._count(*drawn)
+            else:
+                self.unreadable += 1
         if self.unreadable:
             say(
                 f"release ledger: unreadable lines are skipped: {self.unreadable}; what they counted may go out once "
@@ -107,6 +140,12 @@ class ReleaseLedger:
     def _remember(self, sample_id: bytes, release_text: str, patches: str) -> None:
         text, shown = (self._texts.setdefault(each, each) for each in (release_text, patches))
         self._released[sample_id][text] = shown
+
+    def _count(self, sample_ids: Iterable[bytes], release_text: str, mark: str) -> None:
+        text, last = (self._texts.setdefault(each, each) for each in (release_text, mark))
+        for sample_id in sample_ids:
+            count, before = self._draws.get((sample_id, text), (0, ""))
+            self._draws[sample_id, text] = (count + (last != before), last)
 
     @property
     def images(self) -> tuple[bytes, ...]:
@@ -119,7 +158,12 @@ class ReleaseLedger:
 
     def of(self, sample_id: bytes) -> tuple[Release, ...]:
         """All releases of this image on record, oldest first."""
-        return tuple(release_of(text, patches) for text, patches in self._released.get(sample_id, {}).items())
+        found = []
+        for text, patches in self._released.get(sample_id, {}).items():
+            release = release_of(text, patches)
+            count = self._draws.get((sample_id, text), (0, ""))[0] if release.kind == UNDER_NOISE else None
+            found.append(replace(release, draws=count))
+        return tuple(found)
 
     def share(self, sample_id: bytes) -> float:
         """Share of the image's patches that all its releases together show."""
@@ -167,10 +211,13 @@ class ReleaseLedger:
                 "--max-patch-share",
             )
 
-    def record(self, sample_ids: Sequence[bytes], release: Release, patches: Sequence[str] | None = None) -> None:
+    def record(
+        self, sample_ids: Sequence[bytes], release: Release, patches: Sequence[str] | None = None, draw: str = ""
+    ) -> None:
         """Put these releases on the disk (one fsync) before anything of them is sent; known ones cost nothing.
 
-        `patches` are those of each image, where they differ. Raises: DeviceError when the disk refuses.
+        `patches` are those of each image, where they differ. `draw` names a draw of noise where the release stands for
+        many; the last one again is no further draw. Raises: DeviceError when the disk refuses.
         """
         text = release.text()
         each = patches or [release.patches] * len(sample_ids)
@@ -179,12 +226,16 @@ class ReleaseLedger:
             for sample_id, shown in zip(sample_ids, each, strict=True)
             if text not in self._released.get(sample_id, ())
         ]
-        if not fresh:
+        mark = hashlib.blake2b(draw.encode(), digest_size=8).hexdigest() if draw else ""
+        drawn = [each for each in sample_ids if draw and self._draws.get((each, text), (0, ""))[1] != mark]
+        if not fresh and not drawn:
             return
+        lines = [pack_line(sample_id, text, shown) for sample_id, shown in fresh]
+        lines += [pack_draw(drawn, text, mark)] if drawn else []
         try:
             with self._path.open("ab") as stream:
                 os.chmod(self._path, 0o600)
-                stream.write(b"".join(pack_line(sample_id, text, shown) for sample_id, shown in fresh))
+                stream.write(b"".join(lines))
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -193,6 +244,7 @@ class ReleaseLedger:
             ) from error
         for sample_id, shown in fresh:
             self._remember(sample_id, text, shown)
+        self._count(drawn, text, mark)
 
 
 def _counted(released: dict[str, str]) -> list[str]:

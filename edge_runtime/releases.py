@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from edge_runtime.release_ledger import OF_PARTS, UNDER_NOISE, WITHOUT_NOISE, Release, ReleaseLedger
+from edge_runtime.release_ledger import OF_PARTS, WITHOUT_NOISE, Release, ReleaseLedger
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ImageReleases:
     """One image. `draws` differ in noise; `copies` are the most draws under one setting, which an attacker averages.
 
     `least_kappa` is None where nothing left under noise. `unprotected` are packages' parts that got it without noise.
+    `part_draws` are draws of noise at the cut of parts that are trained here; None: an earlier version kept no count.
     """
 
     image: str  # file, or wire id where it is not in --data
@@ -28,6 +29,7 @@ class ImageReleases:
     least_kappa: float | None
     patch_share: float
     unprotected: int
+    part_draws: int | None
     releases: tuple[str, ...]
 
 
@@ -55,6 +57,8 @@ def account(
 
 def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageReleases:
     noised = [each for each in releases if each.kind not in OF_PARTS]
+    parts = [0 if each.kind == WITHOUT_NOISE else each.draws for each in releases if each.kind in OF_PARTS]
+    counted = [each for each in parts if each is not None]
     settings = Counter((each.package_digest, each.cut, each.kind.split(" fresh=")[0], each.scale) for each in noised)
     return ImageReleases(
         image=name,
@@ -63,14 +67,16 @@ def _of_image(name: str, releases: Sequence[Release], share: float) -> ImageRele
         least_kappa=min((each.scale for each in noised), default=None),
         patch_share=share,
         unprotected=sum(each.kind == WITHOUT_NOISE for each in releases),
+        part_draws=sum(counted) if len(counted) == len(parts) else None,
         releases=tuple(_in_words(each) for each in releases),
     )
 
 
 def _in_words(release: Release) -> str:
-    unit = "sigma" if release.kind == UNDER_NOISE else "kappa"
+    unit = "sigma" if release.kind in OF_PARTS else "kappa"
     noise = release.kind if release.kind == WITHOUT_NOISE else f"{release.kind} {unit}={release.scale:g}"
     patches = release.patches or "unknown, from an earlier version"
+    noise += f", {release.draws} draws" if release.draws is not None else ""
     return f"{noise}, cut {release.cut} of package {release.package_digest[:12]}, patches {patches}"
 
 
@@ -83,12 +89,12 @@ def to_csv(found: Account) -> str:
     """One image a line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("image", "draws", "copies", "least_kappa", "patch_share", "unprotected", "releases"))
+    writer.writerow(("image", "draws", "copies", "least_kappa", "patch_share", "unprotected", "part_draws", "releases"))
     for each in found.images:
         least = "" if each.least_kappa is None else f"{each.least_kappa:g}"
         writer.writerow(
             (each.image, each.draws, each.copies, least, f"{each.patch_share:.4f}", each.unprotected,
-             "; ".join(each.releases))
+             "" if each.part_draws is None else each.part_draws, "; ".join(each.releases))
         )  # fmt: skip
     return text.getvalue()
 
@@ -98,12 +104,13 @@ def to_table(found: Account) -> str:
     if not found.images:
         return summary(found) + "\n"
     width = max(len(each.image) for each in found.images)
-    lines = [f"{'image':<{width}}  draws  copies  least kappa  patches  without noise"]
+    lines = [f"{'image':<{width}}  draws  copies  least kappa  patches  without noise  draws of parts"]
     for each in found.images:
         least = "-" if each.least_kappa is None else f"{each.least_kappa:g}"
         lines.append(
             f"{each.image:<{width}}  {each.draws:5}  {each.copies:6}  {least:>11}  {each.patch_share:7.0%}  "
-            f"{f'{each.unprotected} parts' if each.unprotected else 'never':>13}"
+            f"{f'{each.unprotected} parts' if each.unprotected else 'never':>13}  "
+            f"{'unknown' if each.part_draws is None else each.part_draws:>14}"
         )
     lines.append(summary(found))
     return "\n".join(lines) + "\n"
@@ -123,6 +130,10 @@ def summary(found: Account) -> str:
     share = max(each.patch_share for each in found.images)
     unprotected = sum(each.unprotected > 0 for each in found.images)
     bare = f"; {unprotected} images went without noise to a part that is trained here" if unprotected else ""
+    drawn = [each.part_draws for each in found.images if each.part_draws]
+    bare += f"; {len(drawn)} went to such a part under noise, one of them in {max(drawn)} draws" if drawn else ""
+    unknown = sum(each.part_draws is None for each in found.images)
+    bare += f"; of {unknown} an earlier version counted no draws for such a part" if unknown else ""
     return (
         f"{len(found.images)} images have left{never}; of one image at most {draws} draws (max_releases "
         f"{found.max_releases}) and {share:.0%} of the patches (max_patch_share {found.max_patch_share:.0%})"

@@ -199,7 +199,7 @@ class RoundKeeper(PartKeeper):
         if self._fresh:
             turns = [each.turn for each in chosen]
             keep = self._images.fresh_patches(plain.sample_ids, local.cut, ask, turns)
-        self.before_release(plain.sample_ids, local.cut, keep, 0.0)
+        self.before_release(plain.sample_ids, local.cut, keep, 0.0, "")
         self._tick(0)
         return local.features(plain.images, keep)
 

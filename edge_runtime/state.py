@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from contract.errors import CutlayerError, DeviceError
+from contract.errors import CutlayerError, DeviceError, why
 
 SECRET_BYTES = 32
 PARTIAL_SUFFIX = ".partial"
@@ -70,6 +70,11 @@ class State:
     def parts(self) -> Path:
         """Checkpoints of a client part that is trained here."""
         return self.root / "parts"
+
+    @property
+    def local_head(self) -> Path:
+        """What answers here without a server, and the pooled features that it learned from."""
+        return self.root / "checkpoints" / "local_head"
 
     @property
     def site(self) -> Path:
@@ -173,7 +178,7 @@ def read_or_set_aside(path: Path, parse: Callable[[bytes], Parsed], say: Callabl
     except (OSError, ValueError, CutlayerError) as error:
         aside = path.with_name(path.name + ".bad")
         os.replace(path, aside)
-        say(f"{path.name} was unreadable ({error}); kept as {aside} and started afresh")
+        say(f"{path.name} was unreadable ({why(error, path)}); kept as {aside} and started afresh")
         return None
 
 

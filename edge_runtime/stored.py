@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.codec import LIMITS
 from contract.codec import decode as decode_frame
-from contract.errors import ConfigError, DeviceError, RefusedError
+from contract.errors import ConfigError, DeviceError, RefusedError, why
 from contract.messages import Ask, Features, Message
 from edge_runtime.spool import Spool, SpoolLimits
 from edge_runtime.state import write_durably
@@ -76,7 +76,9 @@ def read_record(folder: Path) -> Record:
             "run edge-run --offline first, or give --spool the folder that it wrote (STATE/offline), or a whole copy",
         ) from error
     except (OSError, CanonicalError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "copy the folder again, or make it again") from error
+        raise ConfigError(
+            f"{path} cannot be read: {why(error, path)}", "copy the folder again, or make it again"
+        ) from error
 
 
 def open_spool(folder: Path, say: Callable[[str], None], limit_bytes: int) -> Spool:

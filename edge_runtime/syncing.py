@@ -24,7 +24,7 @@ from edge_runtime.reconnect import BUILT, Backoff
 from edge_runtime.run import StopSignals
 from edge_runtime.spool import Spool
 from edge_runtime.state import open_state
-from edge_runtime.stored import FOLDER, StoredWorker, open_spool, read_record
+from edge_runtime.stored import FOLDER, RECORD_FILE, StoredWorker, open_spool, read_record
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,20 @@ class Errand:
     max_mb_per_day: float | None = None  # of this device's own state
     certificate: Path | None = None
     certificate_key: Path | None = None
+
+
+def is_empty(state: Path) -> bool:
+    """Whether this state has no features to send. Raises: ConfigError where it is no state."""
+    if not (state / "identity").is_dir():
+        raise ConfigError(f"{state} is no state of a device", "give --state the directory that edge-run uses")
+    return not (state / FOLDER / RECORD_FILE).exists()
+
+
+def nothing_sent() -> dict[str, object]:
+    """What `sync` would say of a state that has nothing to send, and asks no server for."""
+    return {
+        "outcome": "nothing to send", "run": None, "images": 0, "batches": 0, "bytes_on_wire": 0, "connections": 0,
+    }  # fmt: skip
 
 
 async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:

@@ -20,7 +20,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from contract.errors import DeviceError, PackageError, RemoteProtocolError, TrainingError
+from contract.errors import DeviceError, PackageError, RemoteProtocolError, TrainingError, why
 from contract.training import PARAMETERS_NAME, OptimiserRule, TrainingCut
 from edge_runtime.optimiser import Optimiser, squared_norm
 from edge_runtime.training_session import FETCH_AGAIN, Graph, Values, check_graph, fits
@@ -71,7 +71,7 @@ def open_trainer(
         with safe_open(str(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in cut.tensors}
     except (OSError, SafetensorError) as error:
-        raise PackageError(f"{path} has not the tensors of cut {cut.index}: {error}", FETCH_AGAIN) from error
+        raise PackageError(f"{path} has not the tensors of cut {cut.index}: {why(error, path)}", FETCH_AGAIN) from error
     return Trainer(folder, cut, rule, tensors, settings)
 
 

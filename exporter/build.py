@@ -57,7 +57,7 @@ from exporter.tuning_frontends import make_tuning_frontends
 class Surroundings:
     """What an export takes from the machine it runs on."""
 
-    signer: PrivateKey
+    signer: Callable[[], PrivateKey]  # called once all checks are passed; a key that is new is made then
     now: Callable[[], datetime]
     threads: int
     device: str  # torch's, for tuning
@@ -138,7 +138,8 @@ def export(
         files = write_package(staged.package, {ONNX_NAME: file.data, GOLDEN_NAME: golden_of(bench), **table})
         patches = facts.layout.patches
         plans = check_plans(staged.package / ONNX_NAME, patches, staged.scratch) if plan.tensorrt else []
-        signer = key_id(surroundings.signer.public_key())
+        own_key = surroundings.signer()
+        signer = key_id(own_key.public_key())
         described = manifest_of(bench, prepared, family_name, files, signer, surroundings.now)
         if gated.table is not None:
             of_package(gated.table, described)
@@ -148,7 +149,7 @@ def export(
         figures["tensorrt"] = plans
         manifest = to_bytes(described)
         package_digest = digest(manifest).hex()
-        write_manifest(staged, manifest, sign(surroundings.signer, manifest))
+        write_manifest(staged, manifest, sign(own_key, manifest))
         write_backend(staged.backend, bench, prepared, figures, package_digest)
         for name, document in gated.documents.items():
             write_document(staged.backend / name, document)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from contract.errors import ExportError, UsageError, suggest
+from contract.errors import ExportError, UsageError, suggest, why
 from contract.images import INTERPOLATIONS, MAX_PIXELS, ImageRule
 from exporter.architecture import create
 from exporter.models.vit import has_two_heads
@@ -72,7 +72,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:  # safetensors' own says so without an errno
         raise UsageError(f"there is no file of weights {path}", "check the path after --weights") from error
     except OSError as error:
-        raise ExportError(f"the weights {path} cannot be read: {error}", "check the path after --weights") from error
+        raise ExportError(
+            f"the weights {path} cannot be read: {why(error, path)}", "check the path after --weights"
+        ) from error
     except (safetensors.SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise _no_state(path, _first_line(error)) from error
     except Exception as error:  # the restricted unpickler has an error class of its own that is not exported here

@@ -10,14 +10,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from contract.canonical import encode
-from contract.config import REQUIRED, Resolved, find_file, resolve
+from contract.config import REQUIRED, Resolved, check_inputs, find_file, resolve
 from contract.console import print_document, run_command, say
 from contract.errors import UsageError
 from contract.output import check_output
@@ -65,6 +65,7 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     gate = make_gate(settings, is_auto, _cuts(settings))
     plan = make_plan(settings, arguments.force, arguments.release_whole_model, gate is not None)
+    check_inputs(FIELDS, settings)
     check_output(Path(plan.output))
     signal.signal(signal.SIGTERM, _leave)
     if gate is not None:
@@ -266,13 +267,18 @@ def _export(plan: ExportPlan):
     return export(plan, surroundings, Limits(), settings_for(plan.tune, plan.tuning_subsets), played(plan.played_sites))
 
 
-def _signer(plan: ExportPlan) -> PrivateKey:
-    """The key that was named, or the one beside the output, which the first export makes."""
-    if plan.signing_key is not None:
-        return load_private(Path(plan.signing_key))
-    path = Path(plan.output).absolute().parent / "signing-key.pem"
-    if path.exists():
-        return load_private(path)
+def _signer(plan: ExportPlan) -> Callable[[], PrivateKey]:
+    """The key that was named, or the one beside the output, which the first export makes when it has something to sign;
+    one that is there is read now, as a mistake should not be told after an hour."""
+    beside = Path(plan.output).absolute().parent / "signing-key.pem"
+    path = beside if plan.signing_key is None else Path(plan.signing_key)
+    if plan.signing_key is None and not beside.exists():
+        return lambda: load_private(beside) if beside.exists() else _make_key(beside)
+    key = load_private(path)
+    return lambda: key
+
+
+def _make_key(path: Path) -> PrivateKey:
     key, public_path = generate(), path.with_suffix(".pub.pem")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_private(path, key)

@@ -20,7 +20,13 @@ GATE_FIELDS = (
         "which the strongest attack reads less, such as ssim<0.35; also psnr and fsim, may be given several times",
     ),  # fmt: skip
     Field("max_energy", float, None, "joules an image that a device may take; needs --energy-table"),
-    Field("energy_table", Path, None, "what edge-profile measured of this model's splits on a device, with its -o"),
+    Field(
+        "energy_table",
+        Path,
+        None,
+        "what edge-profile measured of this model's splits on a device, with its -o",
+        reads="file",
+    ),
     Field("profile", str, None, "device profile, or its file, with whose watts joules are modelled from that table"),
     Field("gate_attacks", tuple, ATTACKS, "attacks of leakage-profile that judge, with commas between"),
     Field("gate_steps", int, None, "steps of each attack; default: the attack's own"),

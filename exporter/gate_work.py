@@ -16,7 +16,7 @@ from pathlib import Path
 
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
 from contract.console import say
-from contract.errors import ExportError, UsageError
+from contract.errors import ExportError, UsageError, why
 from contract.leakage import Baselines
 from contract.scratch import lock_folder
 from exporter.gate_choice import Energy, Point
@@ -138,4 +138,6 @@ def _read(kind, path: Path):
     except FileNotFoundError:
         return None
     except (OSError, CanonicalError) as error:
-        raise UsageError(f"{path}, of an earlier run, cannot be read: {error}", f"remove {path.parent}") from error
+        raise UsageError(
+            f"{path}, of an earlier run, cannot be read: {why(error, path)}", f"remove {path.parent}"
+        ) from error

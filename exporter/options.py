@@ -34,8 +34,14 @@ FIELDS = (
         "paper: as SA published it",
     ),  # fmt: skip
     Field("masked", bool, False, "let devices run any choice of an image's patches, the others at no cost"),
-    Field("calibration", Path, None, "folder of public images, one folder per class if the backend is to be tuned"),
-    Field("weights", Path, None, "safetensors file or torch state dict"),
+    Field(
+        "calibration",
+        Path,
+        None,
+        "folder of public images, one folder per class if the backend is to be tuned",
+        reads="folder",
+    ),
+    Field("weights", Path, None, "safetensors file or torch state dict", reads="file"),
     Field("pretrained", bool, False, "take timm's own weights from its hub"),
     Field("output", Path, REQUIRED, "folder of the package; the backend goes beside it as <output>.backend"),
     Field(
@@ -73,7 +79,13 @@ FIELDS = (
     Field("preview_steps", int, 1500, "steps of training of each decoder; the more, the nearer to a real attacker's"),
     Field("preview_minutes", float, 15.0, "time after which the training of decoders ends with what it has"),
     Field("tensorrt", bool, False, "check that TensorRT, or tensorrt_rtx without a GPU, builds plans of the frontend"),
-    Field("signing_key", Path, None, "private key (PEM); default: signing-key.pem beside the output, made if missing"),
+    Field(
+        "signing_key",
+        Path,
+        None,
+        "private key (PEM); default: signing-key.pem beside the output, made if missing",
+        reads="file",
+    ),
     Field(
         "for",
         str,
@@ -107,14 +119,15 @@ FIELDS = (
     Field(
         "start_alpha",
         float,
-        -3.0,
-        "eeft: how much of each block's output is used at first, as the logit of a share: -3 means 0.05, 0 means 0.5",
+        3.0,
+        "eeft: how much of each block's output is used at first, as the logit of a share: 3 means 0.95; published: -3",
     ),  # fmt: skip
     Field(
         "start_skips",
         float,
-        1.0,
-        "eeft: how loud the bypasses are at first, 0 to 1; 0 with --start-alpha 3 starts with the model as it is",
+        0.0,
+        "eeft: how loud the bypasses are at first, 0 to 1; 0 leaves the model as it is until they are trained; "
+        "published: 1",
     ),  # fmt: skip
     Field(
         "peft",

@@ -15,7 +15,7 @@ import onnx
 from contract.canonical import CanonicalError, decode, from_json
 from contract.child import run_child
 from contract.console import say
-from contract.errors import ExportError
+from contract.errors import ExportError, why
 from contract.manifest import MANIFEST_NAME, Manifest, to_bytes
 from contract.preview import CODES_NAME, PICTURE_NAME, RECORDS_NAME, Decoder, Decoders
 from contract.tokens import CODE_MAX, sent_layout
@@ -60,7 +60,9 @@ def _train(plan: ExportPlan, package: Path, folder: Path) -> tuple[Decoder, ...]
     try:
         return decode(Decoders, from_json((folder / RECORDS_NAME).read_bytes(), _RECORDS_BYTES)).decoders
     except (OSError, CanonicalError) as error:
-        raise ExportError(f"the training of the preview's decoders left no {RECORDS_NAME}: {error}", _CURE) from error
+        raise ExportError(
+            f"the training of the preview's decoders left no {RECORDS_NAME}: {why(error)}", _CURE
+        ) from error
 
 
 def plain_graph(data: bytes, manifest: Manifest, threads: int) -> bytes:

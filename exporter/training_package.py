@@ -157,10 +157,11 @@ def export_training(plan: ExportPlan, surroundings: Surroundings) -> Report:
         contents.update(each.files)
     with staging(output) as staged:
         files = write_package(staged.package, contents)
-        signer = key_id(surroundings.signer.public_key())
+        own_key = surroundings.signer()
+        signer = key_id(own_key.public_key())
         manifest = to_bytes(training_manifest_of(plan, family_name, rule, files, signer, surroundings.now))
         package_digest = digest(manifest).hex()
-        write_manifest(staged, manifest, sign(surroundings.signer, manifest))
+        write_manifest(staged, manifest, sign(own_key, manifest))
         write_file(staged.backend / TRAINING_NAME, training)
         kept = state if finished[0].cut.loss == "own-head" else without_head(state, head)
         write_tensors(staged.backend / MODEL_NAME, kept)

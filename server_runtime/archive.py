@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 
 from .files import sync_directory
 
@@ -57,7 +57,7 @@ def back_up(root: Path, target: Path) -> int:
         sync_directory(target.resolve().parent)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
-            f"{root} cannot be backed up to {target}: {error}", "make room, or give another -o"
+            f"{root} cannot be backed up to {target}: {why(error, target)}", "make room, or give another -o"
         ) from error
     finally:
         for left in (draft, snapshot):
@@ -85,7 +85,7 @@ def restore(source: Path, runs: Path) -> Path:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
     except (OSError, tarfile.TarError) as error:
-        raise ConfigError(f"the backup {source} cannot be used: {error}", _CURE) from error
+        raise ConfigError(f"the backup {source} cannot be used: {why(error, source)}", _CURE) from error
     for folder in (path for path in (draft, *draft.rglob("*")) if path.is_dir()):
         sync_directory(folder)
     os.replace(draft, root)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from contract import canonical, manifest, training
 from contract.canonical import CanonicalError
-from contract.errors import ConfigError, PackageError
+from contract.errors import ConfigError, PackageError, why
 from contract.leakage import LEAKAGE_NAME, Table, of_package
 from contract.manifest import Cut, Manifest
 from contract.tokens import TokenLayout, sent_layout
@@ -140,7 +140,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = canonical.from_json(path.read_bytes(), _JSON_BYTES)
     except CanonicalError as error:
-        raise PackageError(f"{path} cannot be read: {error}", _CURE) from error
+        raise PackageError(f"{path} cannot be read: {why(error, path)}", _CURE) from error
     if not isinstance(value, dict):
         raise PackageError(f"{path} cannot be read: expected an object", _CURE)
     return value

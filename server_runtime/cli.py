@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from contract import commands
-from contract.config import Resolved, find_file, resolve
+from contract.config import Resolved, check_inputs, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.training import HOLDS, OWN_HEADS
 
@@ -104,6 +104,7 @@ def _serve(arguments: Sequence[str]) -> int:
     as_json = flags["format"] == "json"
     values = resolved.values
     listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"], values["client_ca"])
+    check_inputs(FIELDS, resolved)
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])
     check_given(values["strategy"], resolved.origin)

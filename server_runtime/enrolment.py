@@ -10,9 +10,10 @@ from pathlib import Path
 
 from contract import signature
 from contract.errors import ConfigError, suggest
+from contract.names import check_name
 
 from .files import remove, sync_directory, write_atomic
-from .roster import CLAIM, KEY, REVOKED, Device, Roster, check_name, read_roster
+from .roster import CLAIM, KEY, REVOKED, Device, Roster, read_roster
 
 
 def issue_claim(root: Path, site: str, name: str, expires_s: float) -> str:
@@ -44,7 +45,7 @@ def enrol(root: Path, device: Device, public_key: signature.PublicKey) -> None:
 
 
 def revoke(root: Path, name: str) -> Device:
-    """Refuse a device, and drop its claim; its key is kept, to be restored.
+    """Refuse a device, and drop its claim; its key is kept, to be restored. Gives it as it was before.
 
     Raises:
         ConfigError: no such device.
@@ -59,14 +60,14 @@ def revoke(root: Path, name: str) -> Device:
 
 
 def restore(root: Path, name: str) -> Device:
-    """Let a revoked device join again with the key that it had.
+    """Let a revoked device join again with the key that it had; gives it as it was before, also where it never was.
 
     Raises:
-        ConfigError: no such device, or it is not revoked.
+        ConfigError: no such device.
     """
     device = find(root, name)
     if not device.revoked:
-        raise ConfigError(f"device {name!r} is not revoked, but {device.state}", "nothing is to be done")
+        return device
     folder = root / device.site
     (folder / (name + REVOKED)).replace(folder / (name + KEY))
     sync_directory(folder)

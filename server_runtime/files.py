@@ -9,7 +9,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from contract.errors import TrainingError
+from contract.errors import TrainingError, why
 
 DISK_ERRORS = (OSError, sqlite3.Error)
 
@@ -17,7 +17,7 @@ DISK_ERRORS = (OSError, sqlite3.Error)
 def disk_refuses(root: Path | str, error: Exception) -> TrainingError:
     """One of `DISK_ERRORS` from the run directory, as an operator is told it."""
     return TrainingError(
-        f"the run directory {root} cannot be read or written: {error}",
+        f"the run directory {root} cannot be read or written: {why(error, root)}",
         "free space or repair the disk, then start server-run again: nothing acknowledged is lost",
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 
 from .plan import Listen
 
@@ -71,7 +71,7 @@ def tls_context(listen: Listen) -> tuple[ssl.SSLContext | None, bytes]:
         leaf = x509.load_pem_x509_certificates(listen.certificate.read_bytes())[0]
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(
-            f"the certificate {listen.certificate} with the key {listen.certificate_key} cannot be used: {error}",
+            f"the certificate {listen.certificate} with the key {listen.certificate_key} cannot be used: {why(error)}",
             "give PEM files that belong together and that this user may read",
         ) from error
     if listen.client_ca is not None:

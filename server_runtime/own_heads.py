@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from contract.errors import PackageError, TrainingError
+from contract.errors import PackageError, TrainingError, why
 from contract.messages import Update
 from contract.training import TrainingCut
 
@@ -47,7 +47,9 @@ def load(folder: TrainingFolder) -> Released:
     try:
         return Released(cut, _read(path, (*cut.trainable, *cut.buffers)))
     except (SafetensorError, OSError) as error:
-        raise PackageError(f"{path} has not the tensors of cut {cut.index}: {error}", "export again") from error
+        raise PackageError(
+            f"{path} has not the tensors of cut {cut.index}: {why(error, path)}", "export again"
+        ) from error
 
 
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:

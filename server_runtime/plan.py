@@ -33,10 +33,14 @@ FIELDS = (
     Field("backend", Path, REQUIRED, "the folder that export-frontend wrote beside the package (front.backend)"),
     Field("listen", str, REQUIRED, "HOST:PORT to listen on; port 0 takes a free one"),
     Field("roster", Path, REQUIRED, "folder of enrolled devices: ROSTER/<site>/<device>.pub"),
-    Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback"),
-    Field("certificate_key", Path, None, "private key of the certificate (PEM)"),
+    Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback", reads="file"),
+    Field("certificate_key", Path, None, "private key of the certificate (PEM)", reads="file"),
     Field(
-        "client_ca", Path, None, "CA (PEM) of the devices' certificates: demand one; default: the roster's keys alone"
+        "client_ca",
+        Path,
+        None,
+        "CA (PEM) of the devices' certificates: demand one; default: the roster's keys alone",
+        reads="file",
     ),
     Field("metrics", str, None, "HOST:PORT of a status page and Prometheus metrics, over plain HTTP; default: none"),
     Field("runs", Path, Path("runs"), "folder of run directories"),
@@ -129,7 +133,13 @@ FIELDS = (
     Field("accuracy_loss", float, 0.05, "p3sl: beta, share of A_ref that noise may cost before it is lowered"),
     Field("sleep_least_s", float, 10.0, "p3sl: shortest rest for which a device is told to sleep; 0: never"),
     Field("threads", int, None, "CPU threads for training; default: all this process may use"),
-    Field("public", Path, None, "p3sl: the server's own images, one folder per class, to judge the model by"),
+    Field(
+        "public",
+        Path,
+        None,
+        "p3sl: the server's own images, one folder per class, to judge the model by",
+        reads="folder",
+    ),
 )
 
 SERVER_COPIES = ("each", "one")

@@ -12,16 +12,14 @@ Changing it is left to `enrolment`, checking a proof to `admission`. Whatever is
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from contract import signature
-from contract.errors import ConfigError, CutlayerError
+from contract.errors import ConfigError, CutlayerError, why
+from contract.names import check_name, is_name
 
-# Site and device names become folder names in the run directory: nothing that could leave it is accepted.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLAIM_BYTES = 4096
 NO_DATE_S = 253402300800.0  # the year 10000
 KEY, CLAIM, REVOKED = ".pub", ".claim", ".revoked"
@@ -94,7 +92,7 @@ class Roster:
         known = self.devices.get(name)
         folders = [self.root / known.site] if known else sorted(path for path in self.root.glob("*") if path.is_dir())
         for folder in folders:
-            if NAME.fullmatch(name) and any((folder / (name + kind)).exists() for kind in (KEY, CLAIM, REVOKED)):
+            if is_name(name) and any((folder / (name + kind)).exists() for kind in (KEY, CLAIM, REVOKED)):
                 return _read_device(folder, name)
         return None
 
@@ -102,20 +100,6 @@ class Roster:
         """A value that changes when a file of the roster came, went or was replaced."""
         folders = (self.root, *(self.root / site for site in sorted({each.site for each in self.devices.values()})))
         return tuple(folder.stat().st_mtime_ns if folder.is_dir() else 0 for folder in folders)
-
-
-def check_name(name: str, what: str) -> str:
-    """Return `name` when it is safe as a file name.
-
-    Raises:
-        ConfigError: another character than letters, digits, dot, dash and underscore, or longer than 64.
-    """
-    if NAME.fullmatch(name) is None:
-        raise ConfigError(
-            f"{what} {name!r} is not a name: letters, digits, '.', '-' and '_' only, at most 64, no leading dot",
-            "rename it",
-        )
-    return name
 
 
 def read_roster(root: Path, may_be_empty: bool = False) -> Roster:
@@ -178,4 +162,6 @@ def read_claim(path: Path) -> Claim:
             raise ValueError(f"it expires at {expires_s:g}")
         return Claim(signature.read_raw_public(bytes.fromhex(fields["public_key"])), expires_s)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"the claim {path} cannot be used: {error}", "issue a new one: server-run claim") from error
+        raise ConfigError(
+            f"the claim {path} cannot be used: {why(error, path)}", "issue a new one: server-run claim"
+        ) from error

@@ -17,10 +17,10 @@ import tomllib
 from safetensors import SafetensorError, safe_open
 
 from contract.errors import ConfigError
+from contract.names import check_name
 
 from .files import set_aside, write_atomic
 from .plan import Plan
-from .roster import check_name
 from .store import Store
 
 _PLAN_FILES = ("run.toml", "run.toml.copy")

@@ -148,6 +148,7 @@ class Server:
                 self._announce(f"listening on {self._job.listen.scheme}://{host}:{port}")
             await self._stop.wait()
             socket_server.close()
+        await self.in_store(write_status, self._job.root, self._standing())  # with all that came since the last time
         self._disk.shutdown()
         if self._fault is not None:
             raise self._fault

@@ -13,7 +13,8 @@ from contract.errors import ConfigError
 
 AUTOMATIC = "auto"
 CLOSE = 0.05  # of logits: distances that are all below are no difference
-CLEAR = 0.25  # a gap counts from this share of the distances' range on
+REACH = 2.0  # times what half the devices have to their nearest: no gap is looked for within it
+CLEAR = 1.6  # a gap counts where its upper end is so many times its lower one
 
 
 def read_threshold(text: str) -> float | None:
@@ -58,17 +59,22 @@ def close_of(start: np.ndarray) -> float:
 
 
 def find_threshold(found: np.ndarray, close: float) -> float:
-    """tau from distances (N, N): the lower end of their largest gap.
+    """tau from distances (N, N): the lower end of their first clear gap.
 
-    Where no gap is clear: everybody together if all are below `close`, else only who is nearer than mean - deviation.
+    Not of the largest: where one task drifts far away, the largest gap parts it from all others, and puts together
+    tasks that had been told apart. Where no gap is clear: everybody together if all are below `close`, else only who
+    is nearer than mean - deviation.
     """
     pairs = np.sort(found[np.triu_indices(len(found), 1)])
     if len(pairs) == 0 or pairs[-1] == pairs[0]:
         return float("inf") if len(pairs) == 0 or pairs[-1] < close else 0.0
-    gaps = np.diff(pairs)
-    place = int(gaps.argmax())
-    if gaps[place] >= CLEAR * (pairs[-1] - pairs[0]):
-        return float(pairs[place])
+    nearest = np.where(np.eye(len(found), dtype=bool), np.inf, found).min(axis=1)
+    reach = REACH * float(np.median(nearest))
+    ends = np.array([reach, *pairs[pairs > reach]])
+    ratios = ends[1:] / np.maximum(ends[:-1], np.finfo(float).tiny)
+    clear = np.flatnonzero(ratios >= CLEAR)
+    if len(clear):
+        return float(ends[clear[0]])
     return float("inf") if pairs[-1] < close else max(0.0, float(pairs.mean() - pairs.std()))
 
 

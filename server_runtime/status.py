@@ -216,7 +216,8 @@ def in_words(document: Mapping[str, Any]) -> str:
         words = [device["state"] + _since(device["since_s"])]
         if device["state"] == "connected":
             words.append("busy" if device["busy"] else f"waits for {device['waiting_for'] or 'nothing'}")
-        words.append(f"{device['received_bytes'] / 1e6:.1f} MB in, {device['sent_bytes'] / 1e6:.1f} MB out")
+        sizes = f"{size_in_words(device['received_bytes'])} in, {size_in_words(device['sent_bytes'])} out"
+        words.append(f"{sizes} since the server started")
         words += [f"package {device['package'][:12]}"] if device.get("package") else []
         words += [f"update {device['update']}"] if device.get("update") else []
         lines.append(f"device    {device['device']} ({device['site']}): {', '.join(words)}")
@@ -226,6 +227,13 @@ def in_words(document: Mapping[str, Any]) -> str:
 
 def _shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def size_in_words(size_bytes: int) -> str:
+    """In the unit that shows it: what is not nothing never reads as nothing."""
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    return f"{size_bytes / 1e3:.1f} kB" if size_bytes < 1e6 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def _since(seconds: float | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from contract.console import ArgumentParser, print_document, run_command
 from contract.errors import ConfigError
+from contract.names import check_name
 from contract.scratch import is_locked
 
 from .observatory import STATUS_FILE
@@ -47,7 +48,9 @@ def read_status(runs: Path, run: str | None) -> dict[str, Any]:
 
     Raises: ConfigError where there is none.
     """
-    files = [runs / run / STATUS_FILE] if run else list(runs.glob(f"*/{STATUS_FILE}"))
+    if run is not None:
+        check_name(run, "run", "give the folder's name alone, and --runs")
+    files = list(runs.glob(f"*/{STATUS_FILE}")) if run is None else [runs / run / STATUS_FILE]
     files = [file for file in files if file.exists()]
     if not files:
         raise ConfigError(

@@ -24,7 +24,7 @@ package's leakage table (leakage-profile). Figures also at
 <script>
 const known = (value, text) => value === null || value === undefined ? "unknown" : text(value);
 const age = s => s < 120 ? s.toFixed(0) + " s" : (s / 60).toFixed(0) + " min";
-const size = b => (b / 1e6).toFixed(1) + " MB";
+const size = b => b < 1e3 ? b + " B" : b < 1e6 ? (b / 1e3).toFixed(1) + " kB" : (b / 1e6).toFixed(1) + " MB";
 const figure = x => typeof x === "number" ? Number(x.toPrecision(4)).toString() : String(x);
 function rows(id, lines) {
   const body = document.getElementById(id);

@@ -136,7 +136,7 @@ def publish(case: Case, output: Path, masked: bool) -> None:
         kappa_max=1.0, name=None, version=None, seed=0, limit_tuning=1, signing_key=None, force=False,
         output=str(output), masked=masked,
     )  # fmt: skip
-    around = Surroundings(generate(), lambda: datetime.now(timezone.utc), torch.get_num_threads(), "cpu")
+    around = Surroundings(generate, lambda: datetime.now(timezone.utc), torch.get_num_threads(), "cpu")
     limits = Limits(synthetic_images=SYNTHETIC_IMAGES, compared_images=2, golden_images=1)
     export(plan, around, limits, settings_for(plan.tune, plan.tuning_subsets), FewShotSettings())
 

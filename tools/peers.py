@@ -28,7 +28,7 @@ START_S, STOP_S, POLL_S = 300.0, 20.0, 0.05
 ASK_S = 30.0  # between two questions whether a run is over
 PACKAGES = {"flower": "flwr", "nvflare": "nvflare"}
 LINES_SHOWN = 3
-NOT_GIVEN = "left out: no --{name} PYTHON was given, an interpreter that has {package}"
+NOT_GIVEN = "no --{name} PYTHON was given, an interpreter that has {package}"
 _FLOWER_APP = """\
 [project]
 name = "comparison"
@@ -213,10 +213,11 @@ def wait_for_nvflare(nvflare: Deployment, seconds: float) -> tuple[str, Path]:
     """Until its job is over; how NVFlare says that it ended, and the folder of its results. Raises: DeviceError."""
     (job,) = re.findall(r"job_id: (\S+)", nvflare.submitted)
     (kit,) = (nvflare.folder / "poc").glob("*/prod_00/admin@nvidia.com")
-    wait = ("nvflare", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
+    wait = ("nvflare", "--format", "json", "job", "wait", job, "--timeout", seconds, "--startup-kit", kit)
     said = nvflare.run(*wait, timeout_s=seconds + START_S)
     nvflare.run("nvflare", "job", "download", job, "-o", nvflare.folder / "results", "--startup-kit", kit)
-    return said.strip().splitlines()[-1], nvflare.folder / "results"
+    (document,) = [line for line in said.splitlines() if line.startswith("{")]  # the others are progress
+    return str(json.loads(document)["data"]["status"]), nvflare.folder / "results"
 
 
 def start_nvflare(folder: Path, python: str, app: Path, clients: int, config: Mapping[str, str]) -> Deployment:

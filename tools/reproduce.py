@@ -26,7 +26,7 @@ from contract.canonical import INT_MAX
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError, suggest
 from contract.output import open_output
-from edge_runtime.engines import engine_names
+from edge_runtime.engines import offered_engines
 from server_runtime.files import write_atomic
 from server_runtime.report import to_html, to_text
 from tools.kept_rows import Row, finished, keep
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shots", type=listed(int), help="images per class; default: 5 with --quick, else the study's")
     parser.add_argument("--kappas", type=listed(float), help="feature noise (default: the study's)")
     parser.add_argument("--cases", type=listed(str), help="of the studies that have cases (default: all)")
-    engines = ["torch", *(name for name in engine_names() if name not in ("fake", "tensorrt"))]
+    engines = ["torch", *(name for name in offered_engines() if name != "tensorrt")]
     parser.add_argument(
         "--engine", choices=engines, help="of the devices; default: onnxruntime with --quick, else torch"
     )

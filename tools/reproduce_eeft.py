@@ -14,7 +14,7 @@ from typing import Any
 
 from contract.console import say
 from contract.output import open_output
-from server_runtime.similarity import AUTOMATIC, CLOSE
+from server_runtime.similarity import AUTOMATIC, CLEAR, CLOSE, REACH
 from tools.kept_rows import Row, claimed
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
 from tools.reproduce_eeft_table import compare, results_of, summarise
@@ -36,7 +36,7 @@ from tools.reproduce_options import (
 from tools.reproduce_report import document_head, gather, report
 from tools.reproduce_world import ROOT, alone, digest_of
 
-ROW_SCHEMA = 1
+ROW_SCHEMA = 2
 SCENARIOS = {"quick": ("user", "task"), "full": ("task", "user", "environment")}
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
     "quick": {
@@ -196,7 +196,7 @@ def head_of(options: argparse.Namespace, world: EeftWorld, cell: EeftCell, diges
         "alone": options.alone, "package_digest": digest, **vars(cell),
     }  # fmt: skip
     if METHODS[cell.method].strategy == "eeft" and METHODS[cell.method].threshold == AUTOMATIC:
-        head["close"] = CLOSE  # rows that were computed by another rule are others
+        head["near"] = [CLOSE, REACH, CLEAR]  # rows that were computed by another rule are others
     return head
 
 

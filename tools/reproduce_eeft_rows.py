@@ -56,33 +56,30 @@ class Method:
 
 
 OWN = ModuleChoices()
-SILENT = replace(OWN, start_alpha=3.0, start_skips=0.0)
+LOUD = replace(OWN, start_skips=1.0)
+PUBLISHED = replace(LOUD, start_alpha=-3.0)
 METHODS: Mapping[str, Method] = {
     "eeft": Method("eeft", OWN),
-    "eeft-silent": Method("eeft", SILENT),
-    "eeft-alpha3": Method("eeft", replace(OWN, start_alpha=3.0)),
     "fine-tuning": Method("fine_tuning"),
     "fedavg": Method("fed_avg_own_heads"),
-    "eeft-all": Method("eeft", OWN, "inf"),
     "fedmtl": Method("fed_mtl"),
     "masking": Method("selective_masking"),
+    "eeft-all": Method("eeft", OWN, "inf"),
     "eeft-alone": Method("eeft", OWN, "0"),
+    "eeft-published": Method("eeft", PUBLISHED),
     "eeft-k1": Method("eeft", replace(OWN, skips=1)),
     "eeft-k5": Method("eeft", replace(OWN, skips=5)),
     "eeft-k7": Method("eeft", replace(OWN, skips=7)),
     "eeft-ce": Method("eeft", replace(OWN, complexity=0.0)),
-    "eeft-alpha3-all": Method("eeft", replace(OWN, start_alpha=3.0), "inf"),
-    "eeft-silent-alone": Method("eeft", SILENT, "0"),
-    "eeft-silent-all": Method("eeft", SILENT, "inf"),
-    "eeft-silent-k1": Method("eeft", replace(SILENT, skips=1)),
-    "eeft-silent-k5": Method("eeft", replace(SILENT, skips=5)),
-    "eeft-silent-k7": Method("eeft", replace(SILENT, skips=7)),
-    "eeft-silent-ce": Method("eeft", replace(SILENT, complexity=0.0)),
+    "eeft-loud": Method("eeft", LOUD),
+    "eeft-loud-all": Method("eeft", LOUD, "inf"),
+    "eeft-published-all": Method("eeft", PUBLISHED, "inf"),
+    "eeft-published-alone": Method("eeft", PUBLISHED, "0"),
+    "eeft-published-k1": Method("eeft", replace(PUBLISHED, skips=1)),
+    "eeft-published-ce": Method("eeft", replace(PUBLISHED, complexity=0.0)),
 }
-COMPARED = (
-    "eeft", "fine-tuning", "eeft-all", "fedavg", "eeft-alone", "eeft-silent", "eeft-alpha3", "fedmtl", "masking",
-)  # fmt: skip
-VARIANTS = ("eeft-alone", "eeft-alpha3")  # of EEFT, which a quick reproduction leaves out
+COMPARED = ("eeft", "fine-tuning", "fedmtl", "fedavg", "masking", "eeft-all", "eeft-alone", "eeft-published")
+VARIANTS = ("eeft-alone", "eeft-published")  # of EEFT, which a quick reproduction leaves out
 ABLATED = tuple(name for name in METHODS if name not in COMPARED)
 
 

@@ -81,7 +81,9 @@ class Watch:
             assert isinstance(device.keeper, RoundKeeper)
             device.keeper.before_release = self._note
 
-    def _note(self, sample_ids: Sequence[bytes], cut: object, keep: NDArray[np.int64] | None, sigma: float) -> None:
+    def _note(
+        self, sample_ids: Sequence[bytes], cut: object, keep: NDArray[np.int64] | None, sigma: float, draw: str
+    ) -> None:
         assert keep is not None
         self._leaving += zip(sample_ids, keep, strict=True)
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from contract.console import ArgumentParser, print_document
-from contract.errors import CutlayerError, DataError
+from contract.errors import CutlayerError, DataError, why
 from contract.image_folder import scan
 from contract.output import open_output
 from server_runtime.report import Table, to_text
@@ -152,7 +152,7 @@ def check_weights(path: Path, name: str) -> Iterator[str]:
     try:
         shapes = shapes_of(path)
     except (OSError, SafetensorError) as error:
-        yield f"{path}: {str(error).splitlines()[0]}"
+        yield f"{path}: {why(error, path)}"
         return
     with torch.device("meta"):
         model = timm.create_model(name, **model_args(shapes))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.console import ArgumentParser
-from edge_runtime.config import FIELDS, resolve_config
+from contract.names import check_name
+from edge_runtime.config import FIELDS, NAME_CURE, resolve_config
 
 
 def add_settings(parser: ArgumentParser, *names: str) -> None:
@@ -28,4 +29,7 @@ def settle(arguments: argparse.Namespace, *needed: str) -> dict[str, Any]:
     Raises: ConfigError.
     """
     flags = {field.name: getattr(arguments, field.name, None) for field in FIELDS}
-    return dict(resolve_config(flags, os.environ, arguments.config, Path.cwd(), needed).values)
+    values = dict(resolve_config(flags, os.environ, arguments.config, Path.cwd(), needed).values)
+    if "name" in needed:
+        check_name(values["name"], "the device's name", NAME_CURE)
+    return values

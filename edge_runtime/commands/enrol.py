@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from contract.console import ArgumentParser, say
-from contract.errors import UsageError
+from contract.errors import UsageError, why
 from contract.signature import PrivateKey, read_claim
 from edge_runtime.commands._settings import add_settings, settle
 from edge_runtime.config import check_certificate, check_server
@@ -50,5 +50,7 @@ def find_claim(file: str | None) -> PrivateKey:
     try:
         text = sys.stdin.read(TOKEN_BYTES) if file == "-" else Path(file).read_bytes()[:TOKEN_BYTES].decode("utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"the claim in {file} cannot be read: {error}", "give --claim a text file, or -") from error
+        raise UsageError(
+            f"the claim in {file} cannot be read: {why(error, file)}", "give --claim a text file, or -"
+        ) from error
     return read_claim(text)

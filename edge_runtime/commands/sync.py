@@ -27,7 +27,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises: CutlayerError."""
-    from edge_runtime.syncing import Errand, sync  # only now: --help needs no sockets
+    from edge_runtime.syncing import Errand, is_empty, nothing_sent, sync  # only now: --help needs no sockets
 
     needed = ("server", "name", "key") if arguments.spool else ("server", "name", "key", "state")
     values = settle(arguments, *needed)
@@ -37,9 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
         values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once,
         values["max_mb_per_day"], values["certificate"], values["certificate_key"],
     )  # fmt: skip
-    done = asyncio.run(sync(errand, say))
+    nothing_left = arguments.spool is None and is_empty(values["state"])
+    done = nothing_sent() if nothing_left else asyncio.run(sync(errand, say))
     if arguments.format == "json":
         print_document("edge-run-sync", done)
+    elif nothing_left:
+        print(f"nothing to send: {values['state']} holds no features that were made offline, or they were sent before")
     else:
         print(f"{done['outcome']}: {done['images']} images of run {done['run']}, {done['bytes_on_wire']} bytes sent")
     return 0

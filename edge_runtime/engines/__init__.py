@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from contract.errors import EngineError, suggest
 from edge_runtime.int8_check import Kernels
 
-__all__ = ["Engine", "engine_names", "open_engine"]
+__all__ = ["Engine", "engine_names", "offered_engines", "open_engine"]
 
 
 class Engine(Protocol):
@@ -42,6 +42,11 @@ def engine_names() -> list[str]:
     return sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
 
 
+def offered_engines() -> list[str]:
+    """Those that a person may choose: the fake one is for tests."""
+    return [name for name in engine_names() if name != "fake"]
+
+
 def open_engine(name: str, model: Path | bytes, threads: int) -> Engine:
     """Open `model` (a file, or its bytes) in the engine of that name.
 
@@ -49,7 +54,7 @@ def open_engine(name: str, model: Path | bytes, threads: int) -> Engine:
     """
     if name not in engine_names():
         raise EngineError(
-            f"there is no engine {name!r}{suggest(name, engine_names())}", "choose one that this build has"
+            f"there is no engine {name!r}{suggest(name, offered_engines())}", "choose one that this build has"
         )
     module = importlib.import_module(f"edge_runtime.engines.{name}")
     return cast("Callable[[Path | bytes, int], Engine]", module.open_model)(model, threads)

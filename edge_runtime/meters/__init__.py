@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 from edge_runtime.meters._pieces import Piece, Timing
 from edge_runtime.meters._reading import Quality, Reading
 from edge_runtime.meters._trace import COVERED_LEAST, Powers, PowerTrace, Window
@@ -101,7 +101,7 @@ def probe(root: Path = Path("/"), plug: Plug | None = None, model: PowerModel | 
         try:
             meter, missing = open_meter()
         except OSError as error:  # a file system in a state that the meter's own file does not expect
-            meter, missing = None, [f"{name}: {error}"]
+            meter, missing = None, [f"{name}: {why(error)}"]
         reasons.extend(missing)
         if meter is not None:
             return Probe(meter, tuple(reasons))

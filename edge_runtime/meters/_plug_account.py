@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.canonical import CanonicalError, from_json, to_json
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 from edge_runtime.state import write_durably
 
 HASH_FILE_BYTES = 4096
@@ -51,7 +51,9 @@ def read_account(file: Path) -> Account:
             ) from error
         return Account(file, None, hashes)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the plug's account {file} cannot be read: {error}", "correct --plug-account") from error
+        raise ConfigError(
+            f"the plug's account {file} cannot be read: {why(error, file)}", "correct --plug-account"
+        ) from error
     if len(lines) != 2 or not all(lines):
         raise ConfigError(f"{file} should be two lines, a name and a password", "correct the file of --plug-account")
     return Account(file, (lines[0], lines[1]), {})
@@ -73,7 +75,7 @@ def _read_hashes(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, CanonicalError) as error:
-        raise _spoiled(file, str(error)) from error
+        raise _spoiled(file, why(error, file)) from error
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
         raise _spoiled(file, "it should be one hash for each protocol")
     return found

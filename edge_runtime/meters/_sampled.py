@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from contract.errors import why
 from edge_runtime.meters._pieces import Piece, Sample, Timing, pieces_of
 from edge_runtime.meters._reading import CounterLostError, Quality, Reading
 from edge_runtime.meters._trace import COVERED_LEAST
@@ -186,9 +187,9 @@ class SampledMeter:
             if not math.isfinite(value):
                 value, reason = None, f"it shows {value}"
         except CounterLostError as error:
-            reason, restarts = str(error), True
+            reason, restarts = why(error), True
         except (OSError, ValueError) as error:
-            reason = str(error) or type(error).__name__
+            reason = why(error)
         except Exception as error:  # else it would end the thread, and energy would stand still without a word
             reason = _said(error)
         ended_s = self._clock()

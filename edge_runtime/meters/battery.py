@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from contract.errors import why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -54,7 +55,7 @@ def open_battery(root: Path) -> tuple[SampledMeter | None, list[str]]:
     try:
         sensor.read_w()
     except (OSError, ValueError) as error:
-        return None, [f"battery: {error}"]
+        return None, [f"battery: {why(error)}"]
     return SampledMeter(sensor, SAMPLING), []
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from contract.errors import why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -84,7 +85,7 @@ def open_ina(root: Path) -> tuple[SampledMeter | None, list[str]]:
             try:
                 sensor.read_w()
             except (OSError, ValueError) as error:
-                return None, [f"ina: {sensor.scope} cannot be read ({error})"]
+                return None, [f"ina: {sensor.scope} cannot be read ({why(error)})"]
             return SampledMeter(sensor, replace(SAMPLING, timing=_joint(chosen.values()))), []
     if rails:
         return None, [f"ina: no total is known for the rails {', '.join(sorted(rails))}"]

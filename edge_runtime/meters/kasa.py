@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contract.errors import ConfigError, DeviceError
+from contract.errors import ConfigError, DeviceError, why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._plug_account import Account, keep_hash, read_account
 from edge_runtime.meters._reading import Quality
@@ -278,14 +278,14 @@ def open_kasa(
         sensor.close()
         if isinstance(error, OutletError):
             raise ConfigError(
-                str(error), "correct --plug: HOST[:PORT]/OUTLET for a strip, without /OUTLET else"
+                why(error), "correct --plug: HOST[:PORT]/OUTLET for a strip, without /OUTLET else"
             ) from error
         if isinstance(error, AccountRefusedError) and plug.account is not None and plug.account.login is not None:
             raise ConfigError(
                 f"the plug {plug.host} refuses the account of {plug.account.file}",
                 "correct its two lines, the e-mail address and the password of the plug's owner; capitals count",
             ) from error
-        return None, [f"kasa: {error}"]
+        return None, [f"kasa: {why(error)}"]
     return SampledMeter(sensor, SAMPLING), _keep_account(plug, sensor)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -59,7 +59,7 @@ def open_modelled(
     try:
         sensor.read_j()
     except (OSError, ValueError) as error:
-        return None, [f"modelled: it is not known how busy the CPUs are ({error})"]
+        return None, [f"modelled: it is not known how busy the CPUs are ({why(error)})"]
     timing = Timing(window_s=0.01, share=0.0 if model.calibrated else BAND, counts=True)
     sampling = Sampling(interval_s=0.1, gap_most_s=60.0, timing=timing)
     return SampledMeter(sensor, sampling, clock, start, "modelled, not measured"), []

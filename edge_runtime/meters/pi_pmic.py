@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from contract.errors import why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -88,5 +89,5 @@ def open_pi_pmic(root: Path, ask: Ask | None = None) -> tuple[SampledMeter | Non
     try:
         sensor.read_w()
     except (OSError, ValueError) as error:
-        return None, [f"pi_pmic: {error}"]
+        return None, [f"pi_pmic: {why(error)}"]
     return SampledMeter(sensor, SAMPLING), []

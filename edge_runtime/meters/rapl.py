@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from contract.errors import why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import CounterLostError, Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -66,7 +67,7 @@ def find_domains(root: Path) -> tuple[list[Domain], list[str]]:
         except PermissionError:
             reasons.append(f"rapl {place.name}: permission denied; {PERMISSION_CURE}")
         except (OSError, ValueError) as error:
-            reasons.append(f"rapl {place.name}: unreadable ({error})")
+            reasons.append(f"rapl {place.name}: unreadable ({why(error)})")
     if not domains and not reasons and any(place.name.startswith("intel-rapl-mmio:") for place in places):
         reasons.append(
             "rapl: only intel-rapl-mmio domains, which are not read: they repeat intel-rapl's; load intel_rapl_msr"
@@ -122,7 +123,7 @@ class RaplSensor:
         try:
             return int(domain.path.read_text())
         except (OSError, ValueError) as error:
-            raise OSError(f"rapl {domain.name}: a read failed ({error})") from error
+            raise OSError(f"rapl {domain.name}: a read failed ({why(error)})") from error
 
     def _difference_uj(self, domain: Domain, difference_uj: int, elapsed_s: float) -> int:
         if elapsed_s * self._limits.power_max_w * 1e6 > domain.range_uj:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, why
 from edge_runtime.meters._pieces import Timing
 from edge_runtime.meters._reading import Quality
 from edge_runtime.meters._sampled import SampledMeter, Sampling
@@ -80,7 +80,8 @@ def read_recording(path: Path) -> Recording:
         _check(recording)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no recording of power: {error}", "give a CSV file with the header seconds,watts, or JSON"
+            f"{path} is no recording of power: {why(error, path)}",
+            "give a CSV file with the header seconds,watts, or JSON",
         ) from error
     return recording
 

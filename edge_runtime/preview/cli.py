@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.console import progress
-from contract.errors import DeviceError, UsageError
+from contract.errors import DeviceError, UsageError, why
 from contract.images import pixel_digest, resize
 from contract.keyed_noise import wire_id
 from contract.output import check_output, open_output
@@ -119,7 +119,9 @@ def workplace(state: Path) -> Iterator[Path]:
                 (folder / name).mkdir()
             yield folder
     except OSError as error:
-        raise DeviceError(f"{state} cannot be written: {error}", "make room on the disk and start again") from error
+        raise DeviceError(
+            f"{state} cannot be written: {why(error, state)}", "make room on the disk and start again"
+        ) from error
 
 
 def picture_paths(images: Sequence[Path], output: Path) -> tuple[Path, ...]:

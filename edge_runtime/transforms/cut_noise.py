@@ -29,16 +29,18 @@ class CutNoise:
     fresh: bool = False
     floor: SigmaFloor = field(default_factory=SigmaFloor)
 
+    def draw_of(self, occasion: str, message: str) -> str:
+        """The name of a draw: the occasion's; with fresh noise the message's, which no image is in twice."""
+        return message if self.fresh else occasion
+
     def add(
-        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, occasion: str, message: str
+        self, z: NDArray[np.float32], sample_ids: Sequence[bytes], cut: int, sigma: float, draw: str
     ) -> NDArray[np.float32]:
-        """z (B, ...) with noise of standard deviation sigma. `occasion` names the draw; with fresh noise `message`
-        does, which is never the same twice."""
+        """z (B, ...) with noise of standard deviation sigma, of that draw."""
         if sigma == 0.0:
             return z
         noisy = np.empty(z.shape, np.float32)
         for row, (values, sample_id) in enumerate(zip(z, sample_ids, strict=True)):
-            draw = message if self.fresh else occasion
             noise = image_noise(self.secret, sample_id, self.package_digest, cut, sigma, values.shape, draw)
             np.add(values, noise, out=noisy[row])
         return noisy

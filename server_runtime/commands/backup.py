@@ -7,6 +7,7 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, say
 from contract.errors import ConfigError, UsageError
+from contract.names import check_name
 from contract.output import check_output_file
 
 from ._settings import add_settings, settle
@@ -23,7 +24,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError; UsageError."""
     from ..archive import back_up
 
-    root: Path = settle(arguments)["runs"] / arguments.run
+    root: Path = settle(arguments)["runs"] / check_name(
+        arguments.run, "run", "give the folder's name alone, and --runs"
+    )
     if not (root / "run.toml").exists():
         raise ConfigError(f"{root} is no run", "give the name of a folder in --runs")
     if arguments.output.exists():

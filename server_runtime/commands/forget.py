@@ -11,10 +11,10 @@ from contract import signature
 from contract.canonical import to_json
 from contract.console import ArgumentParser, say
 from contract.errors import UsageError
+from contract.names import check_name
 from contract.output import check_output_file
 
 from ..files import DISK_ERRORS, disk_refuses, write_atomic
-from ..roster import check_name
 from ._settings import add_settings, settle
 
 

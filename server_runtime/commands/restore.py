@@ -19,5 +19,8 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError."""
     device = restore(settle(arguments, "roster")["roster"], arguments.device)
+    if not device.revoked:
+        say(f"{device.name} of site {device.site} is not revoked, but {device.state}: it stays so")
+        return 0
     say(f"{device.name} of site {device.site} may join again")
     return 0

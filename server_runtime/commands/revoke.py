@@ -19,6 +19,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError."""
     device = revoke(settle(arguments, "roster")["roster"], arguments.device)
+    if device.revoked:
+        say(f"{device.name} of site {device.site} was revoked before: it stays so")
+        return 0
     say(f"{device.name} of site {device.site} is revoked; what it sent stays (server-run forget removes it)")
     say("a run that waits for it goes on without it once server-run is started again")
     return 0

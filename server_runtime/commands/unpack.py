@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from contract.console import ArgumentParser, say
+from contract.errors import UsageError
 from contract.output import open_output
 
 from ._settings import add_settings, settle
@@ -18,9 +19,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises: ConfigError."""
+    """Raises: ConfigError; UsageError."""
     from ..archive import restore
 
+    if not arguments.archive.is_file():
+        raise UsageError(f"there is no file {arguments.archive}", "give the one that server-run backup wrote")
     runs = open_output(settle(arguments)["runs"])
     root = restore(arguments.archive, runs)
     say(f"run {root.name} is back in {root}; devices send again what came after the backup")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, progress, run_command, say
-from contract.errors import CutlayerError, TrainingError, UsageError
+from contract.errors import CutlayerError, TrainingError, UsageError, why
 from contract.image_folder import scan
 from contract.output import check_output_file
 
@@ -124,6 +124,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if flags.check is not None:
         return _check_flags(flags, names)
     package, folder = _open(flags.package), scan(flags.public, None)
+    kept = _backend(flags.backend, package)
     settings = Settings(
         package_digest=package.digest.hex(),
         public_digest=public_images.digest_of(folder),
@@ -141,7 +142,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     device = choose_device(len(os.sched_getaffinity(0)))
     lpips, lpips_unknown = load_lpips(device)
     public = public_images.read_public(folder, package.image, flags.images, flags.learn, flags.seed, show_progress)
-    kept = _backend(flags.backend, package)
     profiler = leakage.Profiler(package, public, settings, device, show_progress, lpips, kept)
     planned = len(profiler.planned())
     for row in profiler.rows(done):
@@ -180,6 +180,8 @@ def _check_flags(flags: argparse.Namespace, names: Sequence[str]) -> int:
         print(f"-o: {flags.output} can be written")
     if flags.package is not None:
         print(f"package: {_open(flags.package).digest.hex()[:16]}, files are those that its manifest lists")
+    if flags.backend is not None:
+        print(f"backend: {backend_folder.read(flags.backend).root}")
     if flags.public is not None:
         print(f"public images: {len(scan(flags.public, None).images)} in {flags.public}")
     return 0
@@ -216,7 +218,8 @@ def _keep(output: Path, settings: Settings, rows: Sequence[Row]) -> None:
 
 def _no_disk(output: Path, error: Exception) -> CutlayerError:
     return TrainingError(
-        f"{output} cannot be written: {error}", "make room, or give another -o; rows that were kept are not lost"
+        f"{output} cannot be written: {why(error, output)}",
+        "make room, or give another -o; rows that were kept are not lost",
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from contract.canonical import encode, to_json
 from contract.console import ArgumentParser, run_command, say
-from contract.errors import TrainingError
+from contract.errors import TrainingError, why
 from contract.image_folder import scan
 from contract.preview import RECORDS_NAME, Decoders
 
@@ -78,7 +78,9 @@ def _write(path: Path, data: bytes) -> None:
     try:
         write_atomic(path, data)
     except DISK_ERRORS as error:
-        raise TrainingError(f"{path} cannot be written: {error}", "make room on the disk, then start again") from error
+        raise TrainingError(
+            f"{path} cannot be written: {why(error, path)}", "make room on the disk, then start again"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from contract import manifest as manifests
 from contract import training as trainings
-from contract.errors import EngineError, PackageError, UsageError
+from contract.errors import EngineError, PackageError, UsageError, why
 from contract.images import ImageRule, normalise
 from contract.keyed_noise import derive_key, laplace, noise_key
 from contract.leakage import subject_digest
@@ -237,5 +237,5 @@ def client_of(package: Package, split: Split, folder: BackendFolder | TrainingFo
         whole = part if isinstance(folder, BackendFolder) else model
         whole.load_state_dict({name: value.float() for name, value in state.items()})
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise PackageError(f"{path} does not fit the model: {str(error).splitlines()[0][:300]}", _CURE) from error
+        raise PackageError(f"{path} does not fit the model: {why(error, path)[:300]}", _CURE) from error
     return Client(part, package.image).eval().requires_grad_(False)

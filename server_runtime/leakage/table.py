@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.canonical import CanonicalError, decode, encode, from_json, to_json
-from contract.errors import ConfigError, UsageError
+from contract.errors import ConfigError, UsageError, why
 from contract.leakage import (
     TABLE_BYTES_MAX,
     Attacked,
@@ -79,7 +79,7 @@ def read_rows(output: Path, settings: Settings) -> tuple[Row, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, CanonicalError) as error:
-        raise UsageError(f"{path}, rows of an earlier run, cannot be read: {error}", cure) from error
+        raise UsageError(f"{path}, rows of an earlier run, cannot be read: {why(error, path)}", cure) from error
     if kept.settings != settings:
         mine, its = encode(settings), encode(kept.settings)
         other = ", ".join(name for name in mine if mine[name] != its[name])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contract.config import REQUIRED, Field, find_file, load_toml, resolve
+from contract.config import REQUIRED, Field, check_inputs, find_file, load_toml, resolve
 from contract.errors import ConfigError
 
 FIELDS = [
@@ -232,3 +232,37 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "cutlayer.toml"
     path.write_bytes(b"\xef\xbb\xbf[device]\nalpha = 0.2\n")
     assert load_toml(path) == {"device": {"alpha": 0.2}}
+
+
+def test_a_folder_is_no_configuration_file_and_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--config should name a file, .* is a folder") as caught:
+        find_file(tmp_path, tmp_path, ("edge.toml", "cutlayer.toml"))
+    assert str(tmp_path / "edge.toml") in caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("reads", "name", "cause"),
+    [
+        ("file", "none", "there is no file none (table)"),
+        ("folder", "none", "there is no folder none (table)"),
+        ("file", "folder", "folder is a folder, expected a file (table)"),
+        ("folder", "file", "file is a file, expected a folder (table)"),
+        ("file", "file", ""),
+        ("folder", "folder", ""),
+    ],
+)
+def test_what_settings_name_is_looked_for(
+    reads: str, name: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    fields = [Field("table", Path, None, "a table", reads=reads), Field("other", Path, None, "another", reads="file")]
+    resolved = resolve("device", fields, {"table": name}, {}, None)
+    check_inputs(fields, resolved, ["other"])  # which is not set
+    if not cause:
+        check_inputs(fields, resolved)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(fields, resolved)
+    assert (caught.value.cause, caught.value.cure) == (cause, "correct --table")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
 import contract.errors as errors
-from contract.errors import CutlayerError, RefusedError, suggest
+from contract.errors import CutlayerError, RefusedError, suggest, why
+
+ROOT = Path(__file__).parents[2]
 
 CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if issubclass(each, CutlayerError)]
 
@@ -56,3 +60,37 @@ def test_of_very_many_names_the_nearest_few_are_named() -> None:
     assert suggest("modl_7", names) == " (did you mean 'model_7'?)"
     text = suggest("nonesuch", names)
     assert text.startswith(" (the nearest of 1000: model_") and text.count(",") == 4 and len(text) < 100
+
+
+def test_what_an_operating_system_says_is_told_without_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    with pytest.raises(OSError) as caught:
+        path.read_bytes()
+    assert why(caught.value, path) == "No such file or directory"
+    assert why(caught.value, tmp_path) == f"No such file or directory ({path})"
+    assert why(ValueError("one\ntwo")) == "one" and why(TimeoutError()) == "TimeoutError"
+
+
+ROOMS = ("contract", "profiles", "edge_runtime", "exporter", "server_runtime")
+OF_SYSTEM = {"OSError", "FileNotFoundError", "PermissionError", "DISK_ERRORS"}
+
+
+def caught_names(handler: ast.ExceptHandler) -> set[str]:
+    return {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else set()
+
+
+def test_no_cause_has_the_bare_text_of_an_operating_system_s_error() -> None:
+    """`[Errno 2] No such file or directory: 'x'` is no sentence: `why` makes one."""
+    found = []
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        text = path.read_text()
+        for handler in ast.walk(ast.parse(text)) if any(name in text for name in OF_SYSTEM) else ():
+            if not isinstance(handler, ast.ExceptHandler) or not caught_names(handler) & OF_SYSTEM:
+                continue
+            bare = (
+                each.value
+                for each in ast.walk(ast.Module(handler.body, []))
+                if isinstance(each, ast.FormattedValue) and isinstance(each.value, ast.Name)
+            )
+            found += [f"{path.relative_to(ROOT)}:{each.lineno}" for each in bare if each.id == handler.name]
+    assert found == []

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from contract.console import run_command
 from contract.errors import ConfigError, UsageError
-from edge_runtime.cli import edge_run, parser, print_report
+from edge_runtime.cli import edge_run, edge_run_or_command, parser, print_report
 from edge_runtime.config import FIELDS
+from edge_runtime.local_record import Compared
 from edge_runtime.predictions import Prediction
-from edge_runtime.report import Report, to_csv, to_table
+from edge_runtime.report import LocalFigures, Report, to_csv, to_table
+from edge_runtime.state import open_state
 from tests.edge_runtime.fake_package import write_device, write_images, write_package
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +118,9 @@ def test_the_json_report_is_one_versioned_document(capsys: pytest.CaptureFixture
     assert "predictions" not in document
     print_report(PREDICTED, "json", None)
     document = json.loads(capsys.readouterr().out)
-    assert document["predictions"] == [{"file": "a, b.png", "class_name": "cat", "probability": 0.75}]
+    assert document["predictions"] == [
+        {"file": "a, b.png", "class_name": "cat", "probability": 0.75, "answered_by": "server"}
+    ]
     assert document["accuracy"] == 0.5
 
 
@@ -123,7 +128,7 @@ def test_the_csv_report_reads_back() -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv(REPORT)))
     assert (row["images"], row["energy_j"], row["label_mode"]) == ("2", "", "permuted-label")
     (row,) = csv.DictReader(io.StringIO(to_csv(PREDICTED)))
-    assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000"}
+    assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000", "answered_by": "server"}
 
 
 def test_joules_come_with_their_bound_and_with_what_they_are_those_of() -> None:
@@ -161,6 +166,18 @@ def test_the_table_says_what_is_unknown() -> None:
     table = to_table(PREDICTED)
     assert "unknown: rapl: none here" in table and "cat/x.png: is empty" in table and "a, b.png" in table
     assert "0 J" not in table and "\x1b" not in table
+
+
+def test_the_table_says_who_answered_and_how_good_answers_alone_are() -> None:
+    alone = LocalFigures(25, 5, 0.48, 25, Compared(400, 0.83, 0.555))
+    given = (Prediction("a.png", "cat", 0.75), Prediction("b.png", "dog", 0.5, "local"))
+    table = to_table(replace(PREDICTED, predictions=given, local=alone, link_down="no network"))
+    assert "50.0% of the answers below" in table and "no network" in table
+    assert "48.0% of 25 left out, from 25 images of 5 classes" in table
+    assert "last compared on 400 new images: server 83.0%, alone 55.5%" in table
+    assert "server  cat" in table and "local   dog" in table
+    assert "accuracy unknown" in to_table(replace(REPORT, local=LocalFigures(3, 3)))
+    assert "no: no head" in to_table(replace(REPORT, local=LocalFigures(reason="no head")))
 
 
 def test_the_report_can_go_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,3 +292,59 @@ def test_a_report_follows_a_link_and_leaves_a_pipe_a_pipe(tmp_path: Path) -> Non
     assert b'"kind": "edge-run"' in os.read(reader, 1 << 16)
     os.close(reader)
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["enrol", "--name", "a/b"], "the device's name 'a/b' is not a name"),
+        (["rotate-key", "--name", ".hidden"], "the device's name '.hidden' is not a name"),
+        (["--energy-table", "nofile", "--once"], "there is no file nofile (energy_table)"),
+        (["--classes", "nofile", "--once"], "there is no file nofile (classes)"),
+        (["--ca", "nofile", "--infer"], "there is no file nofile (ca)"),
+        (["--name", "a/b", "--once"], "the device's name 'a/b' is not a name"),
+        (
+            ["--require", "nonsense", "--once"],
+            "is called 'nonsense' (known: onnxruntime, openvino, tensorrt)",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_asked_or_made(
+    words: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_device(tmp_path, write_package(tmp_path / "front"), write_images(tmp_path / "images", {"a": 1}))
+    names = ("engine", "data", "server", "trust", "key", "name", "state")
+    Path("edge.toml").write_text("[device]\n" + "".join(f"{name} = '{getattr(config, name)}'\n" for name in names))
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("it connects"))
+    assert run_command(lambda: edge_run_or_command(words)) == 2
+    said = capsys.readouterr()
+    assert cause in said.err and "cure: " in said.err and not said.out
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_sync_with_nothing_left_to_send_is_done(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *arguments: pytest.fail("it connects"))
+    words = ["sync", "--server", "ws://127.0.0.1:1", "--name", "pi", "--key", "none", "--state", str(tmp_path)]
+    assert run_command(lambda: edge_run_or_command(words)) == 2  # no state: a wrong path is no success
+    assert "is no state of a device" in capsys.readouterr().err
+    open_state(tmp_path).close()
+    assert run_command(lambda: edge_run_or_command([*words, "--format", form])) == 0
+    said = capsys.readouterr()
+    if form == "json":
+        told = json.loads(said.out)
+        assert (told["outcome"], told["run"], told["images"]) == ("nothing to send", None, 0)
+    else:
+        assert said.out.startswith("nothing to send: ") and said.out.count("\n") == 1
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("stauts", "status"), ("enroll", "enrol"), ("install_service", "install-service")]
+)
+def test_a_mistyped_command_gets_the_nearest(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"no command '{typed}' of edge-run .did you mean '{meant}'"):
+        edge_run_or_command([typed, "--state", "x"])

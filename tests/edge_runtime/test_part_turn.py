@@ -120,13 +120,13 @@ def test_what_leaves_has_the_noise_and_what_is_trained_has_not(tmp_path: Path) -
 def test_an_image_has_a_draw_for_each_epoch_and_another_at_another_sigma() -> None:
     """Noise that stayed the same would cancel between two epochs; an epoch that is sent again must not be averaged."""
     noise, z, ids = CutNoise(bytes(32), bytes(32)), np.zeros((2, 3, 1), np.float32), [b"one", b"two"]
-    first = noise.add(z, ids, 2, 0.5, "epoch 1", "ask-1")
-    assert np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 1", "ask-2"))
-    assert not np.array_equal(first, noise.add(z, ids, 2, 0.5, "epoch 2", "ask-1"))
+    first = noise.add(z, ids, 2, 0.5, noise.draw_of("epoch 1", "ask-1"))
+    assert np.array_equal(first, noise.add(z, ids, 2, 0.5, noise.draw_of("epoch 1", "ask-2")))
+    assert not np.array_equal(first, noise.add(z, ids, 2, 0.5, noise.draw_of("epoch 2", "ask-1")))
     assert not np.array_equal(first[0], first[1])
-    assert not np.array_equal(first / 0.5, noise.add(z, ids, 2, 1.0, "epoch 1", "ask-1"))
+    assert not np.array_equal(first / 0.5, noise.add(z, ids, 2, 1.0, noise.draw_of("epoch 1", "ask-1")))
     fresh = CutNoise(bytes(32), bytes(32), fresh=True)
-    one, other = (fresh.add(z, ids, 2, 0.5, "epoch 1", ask) for ask in ("ask-1", "ask-2"))
+    one, other = (fresh.add(z, ids, 2, 0.5, fresh.draw_of("epoch 1", ask)) for ask in ("ask-1", "ask-2"))
     assert not np.array_equal(one, other)
 
 
@@ -181,7 +181,7 @@ def test_less_noise_than_the_floor_never_leaves_and_is_not_on_record(tmp_path: P
     assert ledger.images == ()
     assert isinstance(device.noisy(1, 0, None, 0.5), Activations)
     (release,) = ledger.of(ledger.images[0])
-    assert (release.kind, release.scale, release.cut) == (UNDER_NOISE, 0.5, 2)
+    assert (release.kind, release.scale, release.cut, release.draws) == (UNDER_NOISE, 0.5, 2, 1)
     assert ledger.releases(ledger.images[0]) == 0  # max_releases counts draws before one frontend
 
 

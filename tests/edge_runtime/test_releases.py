@@ -16,9 +16,9 @@ from contract.errors import ConfigError, DataError, DeviceError
 from contract.tokens import SentRule, kept_patches
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.part_ledger import PartLedger
-from edge_runtime.release_ledger import Release, ReleaseLedger
+from edge_runtime.release_ledger import UNCOUNTED, Release, ReleaseLedger
 from edge_runtime.released_patches import UNKNOWN, from_text, share_shown, to_text
-from edge_runtime.releases import account, summary
+from edge_runtime.releases import account, summary, to_csv, to_table
 from tests.edge_runtime.fake_package import Package, write_device, write_images, write_package
 from tests.edge_runtime.line import Line
 from tests.edge_runtime.test_conduct import collecting
@@ -103,8 +103,8 @@ def test_a_part_that_trains_records_an_image_once_and_is_capped_before_it_answer
     parts = PartLedger(ledger, PACKAGE, (8, 8), 0.5)
     cut = replace(plan().cuts[0], kept=4, patches=16)
     first, more = np.array([[0, 1, 2, 3], [4, 5, 6, 7]]), np.array([[8, 9, 10, 11]])
-    for _ in range(3):  # three epochs
-        parts.release([ONE, TWO], cut, first, 0.0)
+    for epoch in range(3):
+        parts.release([ONE, TWO], cut, first, 0.0, f"epoch {epoch}")
     assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2
     found = account(ledger, None, 1, 0.5)
     assert [(each.draws, each.unprotected, each.least_kappa, each.patch_share) for each in found.images] == [
@@ -113,8 +113,48 @@ def test_a_part_that_trains_records_an_image_once_and_is_capped_before_it_answer
     assert "2 images went without noise" in summary(found) and ledger.releases(ONE) == 0
     ledger.check([ONE], draw(patches=to_text((4, 4), first[0])), 1, 0.5)
     with pytest.raises(DataError, match="100% of an image's patches"):
-        parts.release([ONE], cut, None, 0.0)
-    parts.release([bytes([7]) * 16], cut, more, 0.0)
+        parts.release([ONE], cut, None, 0.0, "epoch 4")
+    parts.release([bytes([7]) * 16], cut, more, 0.0, "epoch 4")
+
+
+def test_every_draw_of_noise_at_the_cut_of_a_part_counts_also_over_restarts(tmp_path: Path) -> None:
+    """An epoch that is sent again is the same draw; whoever has several of them averages, so the account tells."""
+    cut = plan().cuts[0]
+
+    def release(ids: list[bytes], sigma: float, name: str) -> None:
+        PartLedger(open_ledger(tmp_path), PACKAGE, (8, 8), 1.0).release(ids, cut, None, sigma, name)
+
+    for epoch in (1, 2, 2, 3):
+        release([ONE, TWO], 2.5, f"run epoch {epoch}")
+    for epoch in (4, 5):
+        release([ONE], 1.0, f"run epoch {epoch}")  # less noise: another release
+    found = account(open_ledger(tmp_path), {ONE: "a/1.png", TWO: "a/2.png"}, 1, 1.0)
+    counts = [(each.image, each.part_draws, each.draws) for each in found.images]
+    assert counts == [("a/1.png", 5, 0), ("a/2.png", 3, 0)]
+    assert "2 went to such a part under noise, one of them in 5 draws" in summary(found)
+    assert "sigma=2.5, 3 draws" in found.images[1].releases[0] and ",3," in to_csv(found).splitlines()[2]
+    lines = (tmp_path / "ledger").read_bytes().splitlines()
+    assert len(lines) == 3 + 5 and open_ledger(tmp_path).unreadable == 0  # images at a strength, and draws of batches
+
+
+def test_draws_that_an_earlier_version_did_not_count_are_unknown_and_not_none(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    ledger.record([ONE], draw(2.5, kind=UNCOUNTED))
+    PartLedger(ledger, PACKAGE, (8, 8), 1.0).release([ONE], plan().cuts[0], None, 2.5, "run epoch 9")
+    found = account(ledger, None, 1, 1.0)
+    assert found.images[0].part_draws is None and "unknown" in to_table(found)
+    assert "of 1 an earlier version counted no draws" in summary(found) and ledger.releases(ONE) == 0
+
+
+def test_draws_torn_by_a_power_cut_cost_that_batch_only(tmp_path: Path) -> None:
+    parts = PartLedger(open_ledger(tmp_path), PACKAGE, (8, 8), 1.0)
+    for epoch in (1, 2):
+        parts.release([ONE, TWO], plan().cuts[0], None, 2.5, f"run epoch {epoch}")
+    path, said = tmp_path / "ledger", list[str]()
+    path.write_bytes(path.read_bytes()[:-9])
+    ledger = ReleaseLedger(path, said.append)
+    assert [release.draws for each in (ONE, TWO) for release in ledger.of(each)] == [1, 1]
+    assert len(said) == 1 and "torn last line" in said[0]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,27 @@ def test_flags_that_would_change_nothing_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--weights", "--calibration", "--signing-key"])
+def test_files_that_options_name_are_looked_for_first(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", "no_such_model", "--split", "1", "-o", "out/front", flag, "nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert f"nowhere ({flag[2:].replace('-', '_')})" in said and f"cure: correct {flag}" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_nobody_knows_leaves_no_key_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["--model", "no_such_model", "--split", "1", "-o", "out/front"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert "signing key" not in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.pem"))

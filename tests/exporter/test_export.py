@@ -23,6 +23,7 @@ from contract.errors import GateError, UsageError
 from contract.images import normalise
 from contract.manifest import from_bytes
 from contract.signature import key_id, verify
+from exporter.build import Surroundings
 from exporter.cli import FIELDS, main
 from exporter.package import backend_path
 from exporter.runtime import open_session, run_tokens
@@ -226,7 +227,7 @@ def test_flags_environment_and_file_are_merged_and_shown(
         (["--model", "vit_tinny_patch16_224", "-o", "front", "--tune", "none"], 2, "vit_tiny_patch16_224"),
         (["--model", "convnext_atto", "-o", "front", "--tune", "none"], 3, "no family that can be split"),
         (["--model", "vit_tiny_patch16_224", "-o", "front", "--signing-key", "absent.pem"], 2, "absent.pem"),
-        (["--model", "vit_tiny_patch16_224", "-o", "front", "--calibration", "absent"], 5, "absent"),
+        (["--model", "vit_tiny_patch16_224", "-o", "front", "--calibration", "absent"], 2, "no folder absent"),
     ],
 )
 def test_mistakes_are_one_line_of_cause_and_one_of_cure(
@@ -271,8 +272,9 @@ def test_json_is_one_document_and_a_missing_key_is_made_once(
 
     seen = []
 
-    def instant(plan: object, surroundings: object, *settings: object) -> object:
-        seen.append(surroundings)
+    def instant(plan: object, surroundings: Surroundings, *settings: object) -> object:
+        assert not list(tmp_path.rglob("*.pem")) or seen  # a key is made once a model has passed, not before
+        seen.append(surroundings.signer())
         return copy.deepcopy(exported.report)
 
     monkeypatch.setattr(exporter.build, "export", instant)
@@ -289,7 +291,7 @@ def test_json_is_one_document_and_a_missing_key_is_made_once(
     assert document["figures"]["linear_layers"] == 8
     assert _names(tmp_path / "out") == ["signing-key.pem", "signing-key.pub.pem"]
     assert (tmp_path / "out" / "signing-key.pem").stat().st_mode & 0o777 == 0o600
-    ids = [key_id(each.signer.public_key()) for each in seen]
+    ids = [key_id(each.public_key()) for each in seen]
     assert ids[0] == ids[1]
 
 

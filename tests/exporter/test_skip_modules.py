@@ -146,7 +146,9 @@ def test_with_silent_skips_and_open_factors_the_model_starts_as_it_is(name: str)
     plain.load_state_dict(net.backbone.state_dict())
     x = torch.randn(2, 3, 32, 32)
     assert torch.allclose(net(x), plain.eval()(x), atol=1e-5)
-    assert not torch.allclose(small(ModuleChoices(start_alpha=20.0), name).eval()(x), plain(x), atol=1e-2)
+    assert not torch.allclose(
+        small(ModuleChoices(start_alpha=20.0, start_skips=1.0), name).eval()(x), plain(x), atol=1e-2
+    )
 
 
 def test_other_networks_and_odd_choices_are_refused() -> None:

@@ -104,7 +104,7 @@ def test_split_is_one_cut_and_the_command_line_outweighs_the_rest() -> None:
         (True, {"for": "eeft", "freeze": ("layer1.",)}, "the modules alone are trained"),
         (True, {"for": "eeft", "skips": 0}, "skips must be 1"),
         (True, {"for": "fed_mtl", "skips": 5}, "--skips was given, but fed_mtl adds no modules"),
-        (False, {"start_alpha": 3.0}, "--start-alpha was given"),
+        (False, {"start_alpha": -3.0}, "--start-alpha was given"),
         (False, {"cuts": "1-3"}, "holds one frontend"),
         (False, {"cuts": "1", "split": 1}, "found both"),
         (False, {"gradient": "float16"}, "--gradient was given"),

@@ -69,8 +69,9 @@ def plan(output: Path, **changes: object) -> ExportPlan:
 
 
 def surroundings(key: PrivateKey | None = None) -> Surroundings:
+    own = key or generate()
     return Surroundings(
-        signer=key or generate(), now=lambda: datetime(2026, 1, 2, tzinfo=timezone.utc), threads=1, device="cpu"
+        signer=lambda: own, now=lambda: datetime(2026, 1, 2, tzinfo=timezone.utc), threads=1, device="cpu"
     )
 
 

@@ -131,7 +131,7 @@ def test_a_whole_run_over_tls_reports_what_it_did(tmp_path: Path, package: Packa
     assert payload < report["bytes_on_wire"] == sum(map(len, server.memory.wire))
     assert report["bytes_received"] > 0 and report["connections"] == server.connections
     assert report["round_trips"] == 1  # one ask for all features
-    assert set(report["stages_s"]) == {"extract", "retrieve", "upload"}
+    assert set(report["stages_s"]) == {"extract", "learn", "retrieve", "upload"}
     assert report["energy_j"] is not None or report["energy_reason"]
     assert report["engine"] == "fake 1" and 0.0 < report["codes_changed"] < 1.0
     assert report["peak_rss_mb"] > 1
@@ -150,7 +150,7 @@ def test_energy_is_in_the_device_s_own_report_and_nowhere_else(
     assert report["energy_scope"].startswith("modelled: model of this device's configuration")
     assert report["energy_reason"] == "modelled, not measured"
     energies_j, bounds_j = report["stages_energy_j"], report["stages_energy_bound_j"]
-    assert set(energies_j) == set(bounds_j) == {"extract", "retrieve", "upload"}
+    assert set(energies_j) == set(bounds_j) == {"extract", "learn", "retrieve", "upload"}
     for name, seconds in report["stages_s"].items():
         assert bounds_j[name] >= energies_j[name] / 2
         assert (
@@ -211,7 +211,7 @@ def test_predictions_come_as_csv(tmp_path: Path, package: Package, images: Path,
     done = run(config, "--infer", "--format", "csv", "-o", str(tmp_path / "predictions.csv"))
     assert done.code == 0 and done.stdout == "", done.stderr
     lines = (tmp_path / "predictions.csv").read_text().splitlines()
-    assert lines[0] == "file,class,probability" and len(lines) == 21
+    assert lines[0] == "file,class,probability,answered_by" and len(lines) == 21
     assert lines[1].startswith("Zebra/Zebra_0.png,")
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from edge_runtime import fetching, taking, visit
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import current_name, install, quarantined
 from edge_runtime.taking import Taken, take, takes_packages
+from edge_runtime.update import Trial
 from server_runtime import cli, offers
 from server_runtime.status import in_words
 from tests.edge_runtime.fake_package import PUBLISHER, Package, fake_model, write_device, write_images, write_package
@@ -84,6 +86,8 @@ class Fleet:
 
 def run(story: Callable[[Fleet], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     fleet = Fleet(tmp_path)
+    monkeypatch.setitem(on_server.__globals__, "LIMIT_S", 120.0)  # many steps, and this machine may be busy
+    monkeypatch.setattr(taking, "Trial", partial(Trial, images=4, slower=10.0))
 
     async def on_bench(bench: Bench) -> None:
         fleet.bench = bench
@@ -170,7 +174,7 @@ def test_a_bad_frontend_is_rolled_back_on_the_canary_and_the_rest_never_get_it(
         await fleet.offer(bad)  # again: the canary knows it, without fetching it
         assert await fleet.take("nano-1") == Taken.NOTHING
         assert fleet.told["nano-1"] == "refused: quarantined"
-        slow = write_package(fleet.root / "v3", version=3, delay_s=0.02)
+        slow = write_package(fleet.root / "v3", version=3, delay_s=0.1)
         await fleet.offer(slow)
         assert await fleet.take("nano-3") == Taken.NOTHING
         assert fleet.told["nano-3"] == "rolled-back: slower" and await fleet.take("nano-2") == Taken.NOTHING

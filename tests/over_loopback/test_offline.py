@@ -69,6 +69,9 @@ def test_what_was_made_offline_is_what_a_run_would_send(
     told = json.loads(capsys.readouterr().out)
     assert (told["outcome"], told["images"], told["run"]) == ("collected", 20, "run-1")
     assert not (config.state / "offline").exists()
+    connections = plain.connections
+    assert sync(config, "--once") == 0 and plain.connections == connections  # nothing is left: done, and nobody asked
+    assert "nothing to send" in capsys.readouterr().out
     first = codes(plain.memory)
     assert run(config).code == 0  # this server asks again what it has: the same upload, as the state knows
     assert codes(plain.memory) == first

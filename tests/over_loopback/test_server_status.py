@@ -79,6 +79,9 @@ def test_metrics_status_and_page_say_who_is_here_and_what_is_waited_for(
     assert run_command(lambda: status_cli._main(["--runs", str(tmp_path), "--format", "json"])) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["kind"], told["run"], told["state"]) == ("server-status", "run", "stopped")
+    pi = told["devices"][1]  # as the last words have it, after its connection ended
+    assert (pi["state"], pi["connections"]) == ("away", 1) and pi["received_bytes"] > 200
     assert status_cli._main(["--runs", str(tmp_path)]) == 0
-    assert "device    pi (clinic): " in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert "device    pi (clinic): away" in words and "B in, " in words and "0.0 MB" not in words
     assert run_command(lambda: status_cli._main(["--runs", str(tmp_path / "none")])) == 2

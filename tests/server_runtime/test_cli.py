@@ -16,6 +16,7 @@ from server_runtime import strategies  # noqa: E402
 from server_runtime.belongs import STRATEGIES_OF, check_given  # noqa: E402
 from server_runtime.cli import main  # noqa: E402
 from server_runtime.plan import FIELDS  # noqa: E402
+from server_runtime.status import size_in_words  # noqa: E402
 from tests.server_runtime import tiny  # noqa: E402
 
 
@@ -142,3 +143,53 @@ def test_the_socket_process_never_imports_torch() -> None:
     root = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["backup", "../runs/one", "-o", "copy"], "run '../runs/one' is not a name"),
+        (["unpack", "nofile"], "there is no file nofile"),
+        (["unpack", "roster"], "there is no file roster"),
+        (["revoke", "nobody"], "device 'nobody' is not in the roster"),
+    ],
+)
+def test_what_commands_are_given_is_checked_first(
+    arguments: list[str], cause: str, words: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--roster", words["--roster"]] if arguments[0] == "revoke" else ["--runs", words["--runs"]]
+    before = sorted(tmp_path.iterdir())
+    assert main([*arguments, *where]) == 2
+    said = capsys.readouterr().err
+    assert cause in said and "Errno" not in said and "cure: " in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_that_are_not_there_are_told_before_a_run_is_made(
+    words: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words | {"--certificate": "c.pem", "--certificate-key": "k.pem"}) == 2
+    assert "there is no file c.pem (certificate)" in capsys.readouterr().err
+    assert run(words, "--public", "nowhere") == 2
+    assert "there is no folder nowhere (public)" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_to_revoke_or_restore_twice_is_no_mistake_and_is_said(
+    words: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, said in (
+        ("revoke", "pi of site clinic is revoked;"), ("revoke", "was revoked before: it stays so"),
+        ("restore", "pi of site clinic may join again"), ("restore", "is not revoked, but enrolled: it stays so"),
+    ):  # fmt: skip
+        assert main([command, "pi", "--roster", words["--roster"]]) == 0
+        assert said in capsys.readouterr().err
+
+
+def test_bytes_are_told_in_the_unit_that_shows_them() -> None:
+    assert [size_in_words(count) for count in (0, 999, 20_480, 3_200_000)] == ["0 B", "999 B", "20.5 kB", "3.2 MB"]
+
+
+def test_a_mistyped_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["foget", "--device", "pi"]) == 2
+    assert "no command 'foget' of server-run (did you mean 'forget'?)" in capsys.readouterr().err

@@ -8,7 +8,8 @@ import pytest
 
 from contract import signature
 from contract.errors import ConfigError
-from server_runtime.roster import check_name, read_roster
+from contract.names import check_name
+from server_runtime.roster import read_roster
 from tests.server_runtime import tiny
 
 

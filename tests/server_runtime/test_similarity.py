@@ -50,6 +50,14 @@ def test_the_groups_of_two_tasks_are_found_from_their_factors(scale: float) -> N
     assert groups(found) == [0, 1, 1, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("far", [3.0, 10.0, 100.0])
+def test_two_near_tasks_stay_apart_when_a_third_drifts_away(far: float) -> None:
+    rng, middle = np.random.default_rng(1), {0: np.zeros(8), 1: 5 * np.eye(8)[0], 2: 5 * far * np.eye(8)[1]}
+    of = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    d = distances([1e-3 * (middle[each] + 0.2 * rng.standard_normal(8)) for each in of])
+    assert groups(neighbours(d, find_threshold(d, CLOSE))) == of
+
+
 def test_without_a_clear_gap_close_devices_stay_together_and_others_need_to_be_nearer_than_usual() -> None:
     close = distances([np.full(8, 0.5 + 0.001 * place) for place in range(8)])
     assert find_threshold(close, CLOSE) == float("inf")

@@ -54,7 +54,7 @@ def test_every_figure_is_measured_beside_its_peer(document: dict[str, Any]) -> N
 
 def test_a_peer_whose_python_is_not_given_is_left_out_with_the_reason(document: dict[str, Any]) -> None:
     assert document["peers"] == {
-        name: {"left_out": f"left out: no --{name} PYTHON was given, an interpreter that has {package}"}
+        name: {"left_out": f"no --{name} PYTHON was given, an interpreter that has {package}"}
         for name, package in (("flower", "flwr"), ("nvflare", "nvflare"))
     }
 

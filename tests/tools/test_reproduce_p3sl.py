@@ -142,7 +142,7 @@ def test_what_is_not_monotone_is_told() -> None:
 def test_quick_noise_has_the_law_and_never_repeats() -> None:
     noise = QuickNoise(CutNoise(b"s" * 32, b"d" * 32))
     z = np.zeros((1, 64, 32, 32), np.float32)
-    first, second = (noise.add(z, [b"a" * 16], 1, 2.0, "x", "y").astype(np.float64) for _ in range(2))
+    first, second = (noise.add(z, [b"a" * 16], 1, 2.0, "x").astype(np.float64) for _ in range(2))
     assert first.std() == pytest.approx(2.0, rel=0.02) and abs(first.mean()) < 0.05
     assert (first**4).mean() / first.var() ** 2 == pytest.approx(6.0, rel=0.1)  # Laplace's kurtosis
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
