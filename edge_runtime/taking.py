@@ -28,6 +28,7 @@ from contract.errors import (
     ConfigError,
     CutlayerError,
     DataError,
+    DeviceError,
     KindError,
     PackageError,
     ProtocolError,
@@ -36,7 +37,7 @@ from contract.errors import (
     TrialError,
     WeakerError,
 )
-from contract.manifest import MANIFEST_NAME, Cut, Manifest, digest, from_bytes
+from contract.manifest import LIMITS, MANIFEST_NAME, Cut, Manifest, digest, from_bytes
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
 from contract.tokens import kept_patches
@@ -52,7 +53,9 @@ from edge_runtime.install import (
     READY,
     current_name,
     quarantined,
+    read_limited,
     refuse_other_kind,
+    refuse_quarantined,
     refuse_rollback,
 )
 from edge_runtime.meters import open_plug, probe, read_model
@@ -61,7 +64,7 @@ from edge_runtime.reconnect import BUILT, explain
 from edge_runtime.service import Notifier
 from edge_runtime.state import State, open_state, read_or_set_aside, write_durably
 from edge_runtime.threads import in_worker
-from edge_runtime.update import Trial, forget_attempt, put, update
+from edge_runtime.update import Trial, forget_attempt, put, update, waiting
 from edge_runtime.visit import Caller, visit
 
 VERDICT_FILE, FETCHED = "verdict.json", "fetched"
@@ -160,6 +163,7 @@ class _Taker:
         key, publisher = load_private(config.key), load_public(config.trust)
         self._trusted: Mapping[str, PublicKey] = {key_id(publisher): publisher}
         self._dog = Notifier()
+        self._offered = ""
         self._allowance = allowance
         self._caller = Caller(
             Endpoint(config.server, config.ca, BUILT, config.certificate, config.certificate_key),
@@ -175,13 +179,19 @@ class _Taker:
         except PackageError as error:  # the manifest that came is not let in
             self._say(f"the package that the server offers is refused: {error.cause}")
             verdict = Verdict(self._offered, "refused", _name_of(error))
+        except DeviceError as error:  # the disk is full: another may try it
+            if not self._offered:
+                raise
+            self._say(f"the package that the server offers cannot be taken: {error.cause}")
+            shutil.rmtree(self._state.root / FETCHED, ignore_errors=True)
+            verdict = Verdict(self._offered, "not-tried", "device")
         if told is not None:
             self._told()
         if verdict is not None:
             write_durably(self._path, to_json(encode(verdict)))
             done = await visit(self._caller, verdict, self._begin, self._on_bytes)
             self._told()
-        if current_name(self._state.packages, READY) == done.wanted:
+        if waiting(self._state.packages) == done.wanted and self._may_become_current(done.wanted):
             put(self._state.packages, done.wanted, CURRENT)
             self._say(f"package {done.wanted[:12]} is current: the server's run is made for it")
             return Taken.SWITCHED
@@ -213,15 +223,28 @@ class _Taker:
         """What is known of an offer already, or where its files go."""
         assert offer.package is not None
         self._offered, packages = offer.package, self._state.packages
-        if offer.package in (current_name(packages), current_name(packages, READY)):
+        if offer.package in (current_name(packages), waiting(packages)):
             return Verdict(offer.package, "ok", "")
         if offer.package in quarantined(packages):
             return Verdict(offer.package, "refused", "quarantined")
         self._say(f"fetching package version {offer.version} ({offer.package[:12]}, {offer.size_bytes / 1e6:.1f} MB)")
-        return Fetched(self._state.root / FETCHED, offer.package, self._trusted, self._admit)
+        admit = partial(self._admit, bytes.fromhex(offer.package))
+        return Fetched(self._state.root / FETCHED, offer.package, self._trusted, admit)
 
-    def _admit(self, manifest: Manifest) -> None:
-        refuse_rollback(manifest, bytes.fromhex(self._offered), self._state.packages)
+    def _may_become_current(self, name: str) -> bool:
+        """It was let in beside what was current then; another may be current now, or the settings others."""
+        packages = self._state.packages
+        try:
+            manifest = from_bytes(read_limited(packages / name / MANIFEST_NAME, LIMITS.size_bytes))
+            refuse_quarantined(bytes.fromhex(name), packages)
+            self._admit(bytes.fromhex(name), manifest)
+        except PackageError as error:
+            self._say(f"package {name[:12]} does not become current: {error.cause} ({error.cure})")
+            return False
+        return True
+
+    def _admit(self, package_digest: bytes, manifest: Manifest) -> None:
+        refuse_rollback(manifest, package_digest, self._state.packages)
         refuse_other_kind(manifest, self._state.packages)
         refuse_weaker(manifest, self._state.packages, self._config)
 
