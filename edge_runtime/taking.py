@@ -10,7 +10,6 @@ packages; --trust says whose. What the server hears is a word and the name of a 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import shutil
 import ssl
@@ -37,10 +36,9 @@ from contract.errors import (
     TrialError,
     WeakerError,
 )
-from contract.manifest import LIMITS, MANIFEST_NAME, Cut, Manifest, digest, from_bytes
+from contract.manifest import LIMITS, MANIFEST_NAME, Manifest, digest, from_bytes
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
-from contract.tokens import kept_patches
 from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
@@ -66,6 +64,7 @@ from edge_runtime.state import State, open_state, read_or_set_aside, write_durab
 from edge_runtime.threads import in_worker
 from edge_runtime.update import Trial, forget_attempt, put, update, waiting
 from edge_runtime.visit import Caller, visit
+from edge_runtime.weaker import refuse_weaker, refuse_weaker_parts
 
 VERDICT_FILE, FETCHED = "verdict.json", "fetched"
 VERDICT_BYTES = 4096
@@ -117,40 +116,6 @@ async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
         if allowance is not None:
             allowance.close()
         state.close()
-
-
-def refuse_weaker(manifest: Manifest, packages: Path, config: DeviceConfig) -> None:
-    """What comes by itself never lowers what protects the images; by hand, it is the operator's to decide.
-
-    Where this device's settings name its own least noise, the package's counts for nothing.
-    Raises: WeakerError.
-    """
-    try:
-        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
-    except (OSError, CutlayerError):
-        return
-    new, old = manifest.transforms, current.transforms
-    weaker = []
-    if config.kappa_floor is None and new.kappa < old.kappa:
-        weaker.append(f"feature noise {new.kappa:g} in place of {old.kappa:g}")
-    if config.alpha is None and (new.alpha < old.alpha or new.weight_noise < old.weight_noise):
-        weaker.append(f"weight noise {new.alpha if new.weight_noise else 0:g} in place of {old.alpha:g}")
-    for cut, before in zip(manifest.cuts[:1], current.cuts[:1], strict=False):
-        if cut.index * before.depth < before.index * cut.depth:
-            weaker.append(f"a cut after {cut.index} of {cut.depth} blocks in place of {before.index} of {before.depth}")
-        if _sent_share(cut) > _sent_share(before):
-            weaker.append(f"{_sent_share(cut):.0%} of the patches in place of {_sent_share(before):.0%}")
-        if cut.sent.prefix_share < before.sent.prefix_share:
-            weaker.append(f"{cut.sent.prefix_share:g} of the noise on the CLS token")
-    if weaker:
-        raise WeakerError(
-            f"package {manifest.name} version {manifest.version} protects the images less: {'; '.join(weaker)}",
-            "look at it, then take it by hand: edge-run update DIR",
-        )
-
-
-def _sent_share(cut: Cut) -> float:
-    return len(kept_patches(cut.tokens.grid, cut.sent.kept)) / math.prod(cut.tokens.grid)
 
 
 class _Taker:
@@ -238,6 +203,7 @@ class _Taker:
             manifest = from_bytes(read_limited(packages / name / MANIFEST_NAME, LIMITS.size_bytes))
             refuse_quarantined(bytes.fromhex(name), packages)
             self._admit(bytes.fromhex(name), manifest)
+            refuse_weaker_parts(packages / name, packages)
         except PackageError as error:
             self._say(f"package {name[:12]} does not become current: {error.cause} ({error.cure})")
             return False
@@ -255,6 +221,7 @@ class _Taker:
         engine, threads = choose_package(config.engine).engine, config.threads or usable_cpus(allowed_affinity())
         meter = probe(plug=open_plug(config.plug, config.plug_account), model=read_model(config.power_model)).meter
         try:
+            refuse_weaker_parts(folder, packages)
             update(
                 folder, packages, self._trusted, lambda path: open_engine(engine, path, threads), config.data, Trial(),
                 lambda: meter.read(time.monotonic()).energy_j, self._say, READY, lambda: self._dog.tell("WATCHDOG=1"),
