@@ -1,5 +1,8 @@
 """One run of edge-run: equip on a thread, converse on the event loop, stop cleanly on a signal, report.
 
+A device that takes packages leaves the run for an offer when it has nothing to do, and goes on afterwards: to the run
+it is as if the device had been restarted.
+
 Signals: the first stops the run within seconds and it ends well; the second ends the program at once (DE-03).
 """
 
@@ -12,19 +15,22 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import psutil
 
 from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError, UnreachableError
+from edge_runtime.allowance import Allowance, open_allowance
 from edge_runtime.answering import Answers, make_answers, told, without_head
-from edge_runtime.client import Client, Endpoint, Traffic, tls_context
-from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
+from edge_runtime.client import Client, Traffic
+from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers, Outcome
 from edge_runtime.config import DeviceConfig, check_metrics, read_sleep_command
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
+from edge_runtime.dialling import Endpoint, tls_context
 from edge_runtime.equip import Equipment, equip, new_ask_id
 from edge_runtime.equip_images import Purpose
 from edge_runtime.line_marks import LineMarks
@@ -39,12 +45,16 @@ from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
+from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.witness import Witness
 from edge_runtime.worker import Worker
 
+OTHER_PACKAGE = "package"  # the server's code for a device whose package is not its run's
+AGAIN_S, LATER_S = 600.0, 60.0  # until a call that failed is made again; until it may be this device's turn
+T = TypeVar("T")
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
 
@@ -76,9 +86,64 @@ async def run_device(
 
     Raises: CutlayerError of whatever failed.
     """
-    tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
+    # Files that cannot be used are told before an hour is spent.
+    tls_context(config.server, config.ca, config.certificate, config.certificate_key)
     say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
+    offers = Offers() if purpose == "adapt" and takes_packages(config) else None
+    while True:
+        refused: RefusedError | None = None
+        report: Report | None = None
+        try:
+            report = await run_once(config, purpose, once, say, signals, offers, local)
+        except RefusedError as error:
+            if offers is None or error.code != OTHER_PACKAGE:
+                raise
+            refused = error  # the package that the server wants may be here, or to be had
+        if offers is None or signals.asked.is_set() or not (offers.heard or refused):
+            return report
+        taken = await unless_stopped(take(config, say), signals)
+        if refused is not None and taken in (Taken.NOTHING, Taken.READY):
+            raise refused
+        if taken is None or (report is not None and report.outcome != UPDATE):
+            return report
+        if refused is not None and taken in (Taken.FAILED, Taken.LATER):
+            if once:
+                raise refused
+            wait_s = AGAIN_S if taken is Taken.FAILED else LATER_S
+            say(f"{refused.cause}; asking again in {wait_s / 60:.0f} min")
+            await unless_stopped(asyncio.sleep(wait_s), signals)
+            if signals.asked.is_set():
+                return None
+        offers = Offers(time.monotonic() + AGAIN_S if taken is Taken.FAILED else 0.0)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:
+    """Its result; None when a signal came first, and it was cancelled."""
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(signals.asked.wait())
+    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
+async def run_once(
+    config: DeviceConfig,
+    purpose: Purpose,
+    once: bool,
+    say: Callable[[str], None],
+    signals: StopSignals,
+    offers: Offers | None,
+    local: bool,
+) -> Report | None:
+    """A run with the package that is current; None when stopped before it was ready.
+
+    Raises: CutlayerError of whatever failed.
+    """
     watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())
@@ -97,7 +162,7 @@ async def run_device(
             return await in_worker(lambda: predict_alone(equipment, watch))
         if local:
             return await in_worker(lambda: answer_alone(equipment, watch))
-        return await converse(equipment, signals, once, say, watch)
+        return await converse(equipment, signals, once, say, watch, offers=offers)
     finally:
         equipment.state.close()
 
@@ -142,13 +207,14 @@ async def converse(
     say: Callable[[str], None],
     watch: SlowdownWatch,
     marks: LineMarks | None = None,
+    offers: Offers | None = None,
 ) -> Report:
     """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
     assert equipment.purpose != "learn"
-    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window)
+    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window, offers)
     delivery = Delivery(equipment.worker, spool, draws_of(config), window, signals.thread_asked)
     link_down: str | None = None
     with UploadBar(delivery, len(equipment.dataset.samples)) as bar:
@@ -159,7 +225,10 @@ async def converse(
             if bar.draw():
                 stages.end("upload")
 
-        endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
+        endpoint = Endpoint(
+            config.server, config.ca, equipment.clock_floor, config.certificate, config.certificate_key
+        )  # fmt: skip
+        allowance = open_allowance(equipment.state.root, config.max_mb_per_day, equipment.clock_floor, say)
 
         def on_rest(begins: bool) -> None:
             (stages.begin if begins else stages.end)("sleep")
@@ -167,9 +236,13 @@ async def converse(
         sleeper = Sleeper(read_sleep_command(config.sleep_command), say)
         client = Client(
             endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest,
-            sleeper=sleeper, can_do_without=equipment.answerer is not None,
+            sleeper=sleeper,
+            allowance=allowance,
+            can_do_without=equipment.answerer is not None,
         )  # fmt: skip
-        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
+        witness = Witness(
+            equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say, allowance)
+        )
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
             try:
@@ -184,6 +257,8 @@ async def converse(
                 watching.cancel()
                 witness.write()  # its last words, for edge-run status and report
                 delivery.close()
+                if allowance is not None:
+                    allowance.close()
         on_tick()
     for stage in ("upload", "predict"):
         stages.end(stage)
@@ -225,6 +300,7 @@ def standing_of(
     delivery: Delivery,
     spool: Spool,
     say: Callable[[str], None],
+    allowance: Allowance | None,
 ) -> Callable[[], Standing]:
     """Looks at a conversation, whenever it is called."""
     began_s, boot, process = time.monotonic(), boot_id(), psutil.Process()
@@ -259,6 +335,8 @@ def standing_of(
             rss_bytes=process.memory_info().rss,
             package_digest=equipment.terms.package_digest,
             label_mode=equipment.terms.label_mode,
+            budget_bytes=None if allowance is None else allowance.limit_bytes,
+            budget_spent_bytes=None if allowance is None else allowance.spent_bytes,
             recent=say.recent if isinstance(say, Recorder) else (),
         )
 
