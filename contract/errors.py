@@ -12,9 +12,12 @@ Printing them and leaving the program is `contract.console`'s part.
             SignatureError          4   its signature is missing, foreign or does not fit
             ManifestError           4   its manifest breaks the format
             RollbackError           4   it is older than the one installed
+            KindError               4   it holds something else than the one installed
+            WeakerError             4   it protects less than the one installed
         DeviceError                 5   this device cannot do the work
             DataError               5   an image or an image folder cannot be used
             EngineError             5   the engine cannot be built or gives wrong values
+                TrialError          5   a package did not pass a check of its trial
         ProtocolError               6   the conversation went wrong
             LocalProtocolError      6   we broke the rules: a bug of this side
             RemoteProtocolError     6   they broke the rules: close the connection
@@ -91,6 +94,14 @@ class RollbackError(PackageError):
     """The package is older than the one already installed."""
 
 
+class KindError(PackageError):
+    """The package holds parts to be trained where a frontend is installed, or the other way round."""
+
+
+class WeakerError(PackageError):
+    """The package that was sent would protect the images less than the one installed."""
+
+
 class DeviceError(CutlayerError):
     """This device cannot do the work."""
 
@@ -103,6 +114,15 @@ class DataError(DeviceError):
 
 class EngineError(DeviceError):
     """The engine cannot be built, cannot run, or gives values that are not finite."""
+
+
+class TrialError(EngineError):
+    """A package was tried and did not pass; `reason` is the name of the check (`contract.messages.Reason`)."""
+
+    def __init__(self, cause: str, cure: str, reason: str = "engine") -> None:
+        super().__init__(cause, cure)
+        self.args = (cause, cure, reason)
+        self.reason = reason
 
 
 class ProtocolError(CutlayerError):

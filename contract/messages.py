@@ -30,6 +30,13 @@ from contract.names import is_name
 PROTOCOL_MIN = 1
 PROTOCOL = 1
 UPGRADE_REQUIRED = "upgrade-required"
+UPDATES = "updates"  # a hello's feature: this device takes packages that are offered
+# Which check a package did not pass on a device.
+Reason = Literal[
+    "", "engine", "parity", "not-finite", "same-tokens", "slower", "hungrier", "stopped", "signature", "older", "kind",
+    "weaker",
+    "quarantined", "damaged", "no-pictures", "device",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
@@ -60,6 +67,7 @@ LIMITS = FieldLimits()
 
 _TENSOR = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # as a manifest may list it
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _CURE = "one of the two programs has a fault: update both to one version; if it stays, report this text"
 
@@ -135,6 +143,7 @@ TENSORS: Mapping[str, Mapping[str, TensorRule]] = {
         "labels": TensorRule(np.uint16, ("B",), optional=True),
     },
     "prototypes": {"values": TensorRule(np.float32, ("K", "d"), optional=True)},
+    "piece": {"data": TensorRule(np.uint8, ("n",))},
     "chunk": {"data": TensorRule(np.uint8, ("n",))},
 }
 _CODED = (np.float32, np.float16, np.int8)
@@ -255,7 +264,7 @@ class Hello:
     package_digest: str | None
     class_count: int
     class_list_hash: str | None
-    purpose: Literal["adapt", "infer"]
+    purpose: Literal["adapt", "infer", "update"]
     session: str | None
     last_seq: int
     frame_bytes: int = LIMITS.frame_bytes  # the largest frame that the device takes
@@ -641,6 +650,76 @@ class Prototypes:
         _require(self, "classes", len(self.classes) == rows, f"as many as the {rows} rows of values")
 
 
+@dataclass(frozen=True)
+class Offer:
+    """Server: this package (SHA-256 of its manifest) is there for you, so many bytes of files; None: there is none, and
+    `later` says that there will be one once others have tried it."""
+
+    TYPE: ClassVar[str] = "offer"
+
+    package: str | None
+    version: int
+    size_bytes: int
+    later: bool
+
+    def __post_init__(self) -> None:
+        _require_digest(self, "package")
+        _require_count(self, "version")
+        _require_count(self, "size_bytes")
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Device: give me the bytes of this file of the package that was offered, from here on."""
+
+    TYPE: ClassVar[str] = "fetch"
+
+    package: str
+    file: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        _require_digest(self, "package")
+        _require_file(self)
+        _require_count(self, "offset")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Server: bytes of a package's file, which has `size_bytes` in all."""
+
+    TYPE: ClassVar[str] = "piece"
+
+    package: str
+    file: str
+    offset: int
+    size_bytes: int
+    data: UInt8
+
+    def __post_init__(self) -> None:
+        _require_digest(self, "package")
+        _require_file(self)
+        _require_count(self, "offset")
+        _require_tensors(self.TYPE, tensors_of(self), TENSORS[self.TYPE])
+        most = self.size_bytes - len(self.data)
+        _require(self, "offset", self.offset <= most, f"at most {most}, as the bytes end inside the file")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Device: what became of a package here, and by which check; what was measured stays on the device."""
+
+    TYPE: ClassVar[str] = "verdict"
+
+    package: str
+    verdict: Literal["ok", "rolled-back", "refused", "not-tried"]
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        _require_digest(self, "package")
+        _require(self, "reason", (self.verdict == "ok") == (self.reason == ""), "a reason, or none where it is ok")
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Both: piece `index` of `total` of an encoded message of `size` bytes, named by its SHA-256 in hex."""
@@ -693,7 +772,7 @@ class Bye:
 Message = (
     Hello | Challenge | Proof | Welcome | Refuse | Enrol | Vouch | Enrolled
     | Ask | Features | Scores | Gradient | Checkpoints | Settled | Choice | Activations | Update
-    | PatchFeatures | Prototypes | Chunk
+    | PatchFeatures | Prototypes | Offer | Fetch | Piece | Verdict | Chunk
     | Heartbeat | Bye
 )  # fmt: skip
 
@@ -703,7 +782,7 @@ MESSAGES: Mapping[str, type[Message]] = {
         *(Hello, Challenge, Proof, Welcome, Refuse, Enrol, Vouch, Enrolled),  # the handshake
         # the work: numbered, acknowledged
         *(Ask, Features, Scores, Gradient, Checkpoints, Settled, Choice, Activations, Update),
-        *(PatchFeatures, Prototypes, Chunk),
+        *(PatchFeatures, Prototypes, Offer, Fetch, Piece, Verdict, Chunk),
         *(Heartbeat, Bye),
     )
 }
@@ -732,6 +811,10 @@ def _require_text(message: Message, name: str) -> None:
 def _require_digest(message: Message, name: str) -> None:
     value = getattr(message, name)
     _require(message, name, value is None or _DIGEST.fullmatch(value) is not None, "64 lower-case hex digits")
+
+
+def _require_file(message: Fetch | Piece) -> None:
+    _require(message, "file", _FILE.fullmatch(message.file) is not None, "a plain file name without separators")
 
 
 def _require_count(message: Message, name: str) -> None:

@@ -85,9 +85,9 @@ _HANDSHAKE = (
 _WORK = {
     Role.DEVICE: (
         *("features", "gradient", "checkpoints", "settled", "choice", "activations", "update"),
-        *("patch_features", "prototypes", "chunk", "heartbeat"),
+        *("patch_features", "prototypes", "fetch", "verdict", "chunk", "heartbeat"),
     ),
-    Role.SERVER: ("ask", "scores", "chunk", "heartbeat"),
+    Role.SERVER: ("ask", "scores", "offer", "piece", "chunk", "heartbeat"),
 }
 _NUMBERED = frozenset(kind for kinds in _WORK.values() for kind in kinds) - {"heartbeat"}
 _CARRYING_ACK = _NUMBERED | {"heartbeat", "bye"}
@@ -269,6 +269,11 @@ class Session:
     def has_frames(self) -> bool:
         """Whether `frames_to_send` would give any."""
         return bool(self._queue) or self._ack_is_due()
+
+    @property
+    def is_amid_sending(self) -> bool:
+        """Whether frames that `frames_to_send` gave are to be followed by others of the same message."""
+        return bool(self._queue)
 
     def _ack_is_due(self) -> bool:
         return self._ack_due_s is not None and self._now_s >= self._ack_due_s and self.state is State.OPEN

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from contract import commands
 from contract.config import check_inputs
@@ -92,6 +92,12 @@ def parser() -> ArgumentParser:
         help="make features without a server and keep them for edge-run sync; the settings are those of a run",
     )
     purposes.add_argument(
+        "--learn",
+        action="store_true",
+        help="learn anew to answer without a server, from the labelled images of --data; nothing is sent. A run does "
+        "so too; this is for images and classes that came later",
+    )
+    purposes.add_argument(
         "--prewarm",
         action="store_true",
         help="install the package and build the TensorRT plan now, and stop. Needs --engine, --trust and --state",
@@ -104,7 +110,12 @@ def parser() -> ArgumentParser:
         metavar="N",
         help=f"with --offline: most MB that are kept, oldest go first and are counted (default: {KEEP_MB})",
     )
-    flags.add_argument("--once", action="store_true", help="give up when the server cannot be reached (exit code 8)")
+    flags.add_argument(
+        "--once",
+        action="store_true",
+        help="give up when the server cannot be reached (exit code 8; with --infer this device answers if it can)",
+    )
+    flags.add_argument("--local", action="store_true", help="with --infer: this device answers, and no server is asked")
     flags.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
@@ -148,6 +159,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     for name in ("budget", "until", "keep_mb"):
         if getattr(arguments, name) is not None and not arguments.offline:
             raise UsageError(f"--{name.replace('_', '-')} means nothing without --offline", "leave it out")
+    if arguments.local and not arguments.infer:
+        raise UsageError("--local means nothing without --infer", "leave it out")
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
     if isinstance(config, PrewarmConfig):
@@ -156,9 +169,24 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return show_releases(config, arguments)
     if arguments.offline:
         return work_offline(config, arguments)
+    if arguments.learn:
+        return learn_alone(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
-    report = asyncio.run(run_device(config, "infer" if arguments.infer else "adapt", arguments.once, say))
+    purpose: Literal["infer", "adapt"] = "infer" if arguments.infer else "adapt"
+    report = asyncio.run(run_device(config, purpose, arguments.once, say, arguments.local))
+    if report is not None:
+        print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def learn_alone(config: DeviceConfig, arguments: argparse.Namespace) -> int:
+    """Learning to answer without a server; stops on SIGTERM. Raises: CutlayerError."""
+    from edge_runtime.learning import learn
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    report = learn(config, stop, say)
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0

@@ -7,36 +7,30 @@ liveness is the session's heartbeat, which goes on while the worker computes (WI
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import inspect
 import ssl
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from contract.codec import LIMITS as CODEC_LIMITS
 from contract.errors import (
-    ConfigError,
     CutlayerError,
     ProtocolError,
     RefusedError,
     RemoteProtocolError,
     TrainingError,
     UnreachableError,
-    why,
 )
-from edge_runtime.conduct import FINAL_REASONS, Conduct, Outcome
-from edge_runtime.config import is_loopback
+from edge_runtime.allowance import CONNECTION_BYTES, Allowance, BudgetSpent
+from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Outcome
 from edge_runtime.delivery import Delivery
-from edge_runtime.line_marks import LineMarks, connection_that_tells, tell_arrival
+from edge_runtime.dialling import Endpoint, channel_binding, open_socket
+from edge_runtime.line_marks import LineMarks, tell_arrival
 from edge_runtime.reconnect import Backoff, Failure, explain
 from edge_runtime.sleeping import Sleeper
 from edge_runtime.standing import Link
@@ -54,16 +48,9 @@ class ClientLimits:
     goodbye_s: float = 3.0
     replaced: int = 3  # so often in a row may a newer session under this name take over
     lasting_s: float = 60.0  # a connection that stood so long before that begins a new row
+    save_up_s: float = 30.0  # between two looks whether a new day has begun
+    lost: int = 3  # connections in a row that brought nothing: the link is down, for a device that can do without
     broken: int = 3  # conversations in a row that broke the protocol without anything new acknowledged between them
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the server is, and what vouches for it."""
-
-    server: str
-    ca: Path | None
-    clock_floor: datetime
 
 
 @dataclass
@@ -90,19 +77,24 @@ class Client:
         marks: LineMarks | None = None,
         on_rest: Callable[[bool], None] = lambda begins: None,
         sleeper: Sleeper | None = None,
+        allowance: Allowance | None = None,
+        can_do_without: bool = False,
     ) -> None:
         """`on_tick` is called a few times a second while connected: to read meters and draw bars; `on_rest` at the
-        beginning and the end of a rest that the server gave this device, which `sleeper` spends."""
+        beginning and the end of a rest that the server gave this device, which `sleeper` spends. `allowance` None:
+        bytes cost nothing. One that `can_do_without` a server gives up after a few failures."""
         self.traffic = Traffic()
         self.link = Link(False, time.monotonic())
         self._marks = marks
         self._endpoint, self._conduct, self._delivery = endpoint, conduct, delivery
         self._backoff, self._say, self._limits = backoff, say, limits or ClientLimits()
-        self._on_tick, self._on_rest = on_tick, on_rest
+        self._on_tick, self._on_rest, self._can_do_without = on_tick, on_rest, can_do_without
+        self._lost = 0
         self._sleeper = sleeper or Sleeper((), say)
+        self._allowance = allowance
         self._rest_s: float | None = None
         self._wake = asyncio.Event()
-        self._connected = False
+        self._connected, self._leaving = False, False
         self._replaced = 0
         self._broken, self._broken_at = 0, 0  # conversations, and what was acknowledged by then
         self._status = ""
@@ -110,13 +102,17 @@ class Client:
     async def run(self, stop: asyncio.Event, once: bool) -> Outcome:
         """Stay with the server until the run is over, or `stop` is set.
 
-        Raises: UnreachableError with `once`; RefusedError, AuthError, ProtocolError when coming back is of no use;
-        TrainingError when the server gave up; what the worker raised.
+        Raises: UnreachableError with `once`, or for a device that can do without; RefusedError, AuthError,
+        ProtocolError when coming back is of no use; TrainingError when the server gave up; what the worker raised.
         """
         loop = asyncio.get_running_loop()
         self._delivery.on_change = lambda: wake(loop, self._wake)
-        context = tls_context(self._endpoint.server, self._endpoint.ca)
+        context = self._endpoint.tls()
         while True:
+            if self._allowance is not None and self._allowance.is_spent:
+                await self._save_up(self._allowance, stop, once)
+                if stop.is_set():
+                    return Outcome("stopped", True)
             started_s = time.monotonic()
             try:
                 await self._unless_stopped(self._connect(context, stop), stop)
@@ -125,6 +121,12 @@ class Client:
                 if once or not self._is_worth_another_try(error):
                     raise
                 failure = error
+            except BudgetSpent:
+                assert self._allowance is not None
+                self._allowance.exhaust()
+                if self._conduct.outcome is not None:
+                    return final(self._conduct.outcome)
+                continue
             except (OSError, ssl.SSLError, WebSocketException, PeerLost) as error:
                 failure = error
             lasted_s, progressed = time.monotonic() - started_s, self._conduct.take_progress()
@@ -137,7 +139,9 @@ class Client:
                 continue
             self._note_replaced(failure, lasted_s, progressed)
             told = explain(failure, self._endpoint.server, datetime.now(timezone.utc), self._endpoint.clock_floor)
-            if once:
+            lasted = progressed or lasted_s >= self._limits.lasting_s or isinstance(failure, RefusedError)
+            self._lost = 0 if lasted else self._lost + 1
+            if once or (self._can_do_without and self._lost >= self._limits.lost):
                 raise UnreachableError(told.cause, told.cure) from failure
             retry_after_s = failure.retry_after_s if isinstance(failure, RefusedError) else None
             wait_s, now_s = self._backoff.next_wait_s(lasted_s, progressed, retry_after_s), time.monotonic()
@@ -149,6 +153,23 @@ class Client:
         self._say(f"{told.cause}; trying again in {wait_s:.0f} s ({told.cure})")
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), wait_s)
+
+    async def _save_up(self, allowance: Allowance, stop: asyncio.Event, once: bool) -> None:
+        """Stay away until there is something to spend; the worker goes on meanwhile, into its spool.
+
+        Raises: UnreachableError with `once`, and where this device can do without a server.
+        """
+        cause, cure = allowance.in_words()
+        if once or self._can_do_without:
+            raise UnreachableError(cause, cure)
+        self._say(f"{cause} ({cure})")
+        now_s = time.monotonic()
+        since_s = now_s if self.link.connected else self.link.since_s
+        while allowance.is_spent and not stop.is_set():  # looked at often: the clock may be set meanwhile
+            wait_s = allowance.wait_s()
+            self.link = Link(False, since_s, *allowance.in_words(), time.monotonic() + wait_s)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(self._limits.save_up_s, wait_s + 0.1))
 
     async def _rest(self, stop: asyncio.Event) -> None:
         """Stay away for as long as the server can do without this device."""
@@ -202,10 +223,12 @@ class Client:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _connect(self, context: ssl.SSLContext | None, stop: asyncio.Event) -> None:
-        async with connect(self._endpoint.server, **self._options(context)) as socket:
-            self._connected = True
+        async with open_socket(self._endpoint.server, context, self._limits.open_s, self._marks) as socket:
+            self._connected, self._leaving = True, False
             self.link = Link(True, time.monotonic())
             self.traffic.connections += 1
+            if self._allowance is not None:
+                self._allowance.count(CONNECTION_BYTES)
             self._conduct.connect(channel_binding(socket))
             tasks = [
                 asyncio.create_task(work) for work in (self._read(socket), self._write(socket, stop), self._tick())
@@ -218,6 +241,10 @@ class Client:
             except CutlayerError as error:
                 await self._say_goodbye(socket, error.code if isinstance(error, RefusedError) else "error")
                 raise
+            except BudgetSpent:
+                if not self._conduct.is_amid_sending:  # else what follows would make no sense without what was left out
+                    await self._say_goodbye(socket, "budget")
+                raise
             finally:
                 self._connected = False
                 if self._marks is not None:
@@ -226,12 +253,6 @@ class Client:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _options(self, context: ssl.SSLContext | None) -> dict[str, Any]:
-        options = socket_options(self._endpoint.server, context, self._limits)
-        if self._marks is not None:
-            options["create_connection"] = connection_that_tells(self._marks)
-        return options
-
     async def _read(self, socket: ClientConnection) -> None:
         async for frame in socket:
             if isinstance(frame, str):
@@ -239,6 +260,10 @@ class Client:
                     "the server sent text, expected binary frames", "check that --server is a Cutlayer server"
                 )
             self.traffic.received_bytes += len(frame)
+            if self._allowance is not None:
+                self._allowance.count(len(frame))
+                if not self._allowance.allows(1):
+                    raise BudgetSpent
             orders = self._conduct.receive(frame, time.monotonic())
             for order in orders:
                 assert self._conduct.welcome is not None
@@ -287,6 +312,10 @@ class Client:
     async def _flush(self, socket: ClientConnection) -> None:
         while frames := self._conduct.frames_to_send():
             for frame in frames:
+                if self._allowance is not None:
+                    if not self._leaving and not self._allowance.allows(len(frame)):
+                        raise BudgetSpent
+                    self._allowance.count(len(frame))
                 await socket.send(frame)
                 self.traffic.sent_bytes += len(frame)
         if self._marks is not None and self._conduct.is_all_sent and self._marks.wants_arrival():
@@ -294,6 +323,7 @@ class Client:
 
     async def _say_goodbye(self, socket: ClientConnection, reason: str) -> None:
         self._conduct.leave(reason)
+        self._leaving = True
         with suppress(WebSocketException, OSError, asyncio.TimeoutError):
             await asyncio.wait_for(self._flush(socket), self._limits.goodbye_s)
 
@@ -310,46 +340,6 @@ def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 
 def final(outcome: Outcome) -> Outcome:
     """Raises: TrainingError when the server let this device go without having finished."""
-    if outcome.reason not in FINAL_REASONS:
+    if outcome.reason not in (*FINAL_REASONS, UPDATE):
         raise TrainingError(f"the server ended the run: {outcome.reason}", "look at the server's log and report")
     return outcome
-
-
-def tls_context(server: str, ca: Path | None) -> ssl.SSLContext | None:
-    """Verification is never switched off; None for ws:// on this machine.
-
-    Raises: ConfigError when the CA file cannot be used.
-    """
-    if urlsplit(server).scheme == "ws":
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"the CA certificate {ca} cannot be used: {why(error, ca)}", "give --ca a PEM file"
-        ) from error
-
-
-def socket_options(server: str, context: ssl.SSLContext | None, limits: ClientLimits | None = None) -> dict[str, Any]:
-    """How this device's sockets are opened."""
-    limits = limits or ClientLimits()
-    options: dict[str, Any] = {
-        "ssl": context,
-        "compression": None,  # noise does not compress, and it costs memory on both sides (WI-02)
-        "max_size": CODEC_LIMITS.frame_bytes,
-        "max_queue": 4,
-        "open_timeout": limits.open_s,
-        "close_timeout": limits.goodbye_s,
-        "ping_interval": None,
-    }
-    takes_proxy = "proxy" in inspect.signature(connect.__init__).parameters  # websockets 15 and later
-    if takes_proxy and is_loopback(urlsplit(server).hostname or ""):
-        options["proxy"] = None  # else the environment's would be asked for this very machine
-    return options
-
-
-def channel_binding(socket: ClientConnection) -> bytes:
-    """SHA-256 of the server's certificate (DER), so that a relayed proof is worth nothing; empty without TLS."""
-    tls = socket.transport.get_extra_info("ssl_object")
-    certificate = tls.getpeercert(binary_form=True) if tls else None
-    return hashlib.sha256(certificate).digest() if certificate else b""

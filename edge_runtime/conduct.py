@@ -15,12 +15,14 @@ from contract.errors import AuthError, RefusedError
 from contract.messages import (
     PROTOCOL,
     PROTOCOL_MIN,
+    UPDATES,
     Ask,
     Bye,
     Challenge,
     Heartbeat,
     Hello,
     Message,
+    Offer,
     Proof,
     Refuse,
     Scores,
@@ -34,6 +36,8 @@ from edge_runtime.unanswered import Unanswered
 
 AUTH_CODES = ("unknown-device", "wrong-key", "not-enrolled", "revoked", "claim")
 FINAL_REASONS = ("collected", "done")  # what a server says when it needs this device no longer
+UPDATE = "update"  # our own word: a package is there to be taken, and nothing else to be done
+QUIET_S = 5.0  # without an ask or an answer: then there is nothing to be done
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,14 @@ class Outcome:
     may_return: bool
 
 
+@dataclass
+class Offers:
+    """Of a device that takes packages: whether one is there, and from when on a run may be left for it."""
+
+    from_s: float = 0.0
+    heard: bool = False
+
+
 Order = Ask | Welcome  # for the worker: answer this; or begin predicting under these terms
 
 
@@ -66,8 +78,9 @@ class Conduct:
         purpose: Literal["adapt", "infer"],
         spool: Spool,
         window: Unanswered | None = None,
+        offers: Offers | None = None,
     ) -> None:
-        """`window` holds the batches of a prediction run (purpose "infer")."""
+        """`window` holds the batches of a prediction run (purpose "infer"); `offers` None: this device takes none."""
         self.outcome: Outcome | None = None
         self.server_status = ""
         self.welcome: Welcome | None = None
@@ -82,6 +95,7 @@ class Conduct:
         self._working_on: str | None = None
         self._rest_s: float | None = None  # told by the newest ask, if that was to sleep
         self._progressed = False
+        self._offers, self._moved_s = offers, 0.0
 
     @property
     def is_open(self) -> bool:
@@ -92,6 +106,11 @@ class Conduct:
     def is_amid_message(self) -> bool:
         """Whether a message has come in part."""
         return self._session.is_amid_message
+
+    @property
+    def is_amid_sending(self) -> bool:
+        """Whether frames of a message wait behind others of it that were given out."""
+        return self._session.is_amid_sending
 
     @property
     def is_all_sent(self) -> bool:
@@ -133,7 +152,7 @@ class Conduct:
                 key_id=self._identity.key_id,
                 protocol_min=PROTOCOL_MIN,
                 protocol_max=PROTOCOL,
-                features=(),
+                features=() if self._offers is None else (UPDATES,),
                 package_digest=self._terms.package_digest,
                 class_count=self._terms.class_count,
                 class_list_hash=self._terms.class_list_hash,
@@ -149,12 +168,15 @@ class Conduct:
         Raises: RemoteProtocolError; RefusedError or AuthError when either side says no.
         """
         orders: list[Order] = []
+        if not self._moved_s:
+            self._moved_s = now_s
         for event in self._session.receive(frame, now_s):
             if isinstance(event, Acknowledged):
                 self._progressed = self._progressed or event.seq > self._spool.acknowledged
                 self._spool.acknowledge(event.seq)
                 continue
-            self._progressed = self._progressed or isinstance(event.message, Ask | Scores)
+            if isinstance(event.message, Ask | Scores):
+                self._progressed, self._moved_s = True, now_s
             order = self._take(event.message)
             orders += [order] if order else []
             if event.seq:
@@ -181,6 +203,9 @@ class Conduct:
             case Scores() if self._window is not None:
                 self._window.answer(message.ask, message.batch, message.values)
                 self._finish_when_answered()
+            case Offer():
+                if self._offers is not None:
+                    self._offers.heard = message.package is not None
             case Heartbeat():
                 self.server_status = message.waiting_for
             case Bye() if message.reason in FINAL_REASONS or not message.may_return:
@@ -238,6 +263,11 @@ class Conduct:
         self._session.status = status
         self._session.tick(now_s)
         self._finish_when_answered()
+        if self._offers is not None and self._offers.heard and self.outcome is None:
+            if status.busy or self._working_on is not None or self._spool.acknowledged + 1 < self._spool.next_seq:
+                self._moved_s = now_s
+            if now_s >= max(self._offers.from_s, self._moved_s + QUIET_S):
+                self.outcome = Outcome(UPDATE, True)
 
     def work_done(self, ask: str) -> None:
         """The worker has put its whole answer into the spool: the same ask may be given to it again."""

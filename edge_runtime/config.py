@@ -33,6 +33,14 @@ FIELDS = (
     Field("trust", Path, REQUIRED, "public key (PEM) of the package's publisher", reads="file"),
     Field("ca", Path, None, "certificate (PEM) that vouches for the server; default: the system's", reads="file"),
     Field(
+        "certificate",
+        Path,
+        None,
+        "this device's certificate (PEM), for a server that asks for one (--client-ca)",
+        reads="file",
+    ),
+    Field("certificate_key", Path, None, "private key of that certificate (PEM)", reads="file"),
+    Field(
         "key",
         Path,
         REQUIRED,
@@ -61,6 +69,7 @@ FIELDS = (
     Field("kappa_floor", float, None, "the least feature noise this device accepts; default: the package's kappa"),
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
+    Field("max_mb_per_day", float, None, "most MB that may go over the network in a day, both ways; default: no limit"),
     Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field(
@@ -121,6 +130,9 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    max_mb_per_day: float | None = None
     metrics: str | None = None
     require: str | None = None
     energy_table: Path | None = None
@@ -179,7 +191,9 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     check_caps(config)
     check_protection(config)
     check_server(config.server)
+    check_certificate(config.certificate, config.certificate_key)
     check_metrics(config.metrics)
+    require_range("max_mb_per_day", config.max_mb_per_day, 0.1, 1e9)
     require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
     require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
     require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
@@ -261,6 +275,13 @@ def check_server(server: str) -> None:
             f"server {server} would send features over {host} without TLS",
             "use wss:// (and --ca for a certificate of your own)",
         )
+
+
+def check_certificate(certificate: Path | None, certificate_key: Path | None) -> None:
+    """Both or neither. Raises: ConfigError."""
+    if (certificate is None) != (certificate_key is None):
+        present, missing = ("certificate", "certificate_key") if certificate else ("certificate_key", "certificate")
+        raise ConfigError(f"{present} is set, {missing} is not", "set both, or neither where the server asks for none")
 
 
 def check_metrics(metrics: str | None) -> tuple[str, int] | None:

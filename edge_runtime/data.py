@@ -7,7 +7,7 @@ a device does about bad files (ED-02), duplicates and its class list.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +108,20 @@ def load_dataset(
     refuse_bad_folder(folder, skipped, (limits or DataLimits()).bad_share)
     ordered = sorted(samples.values(), key=lambda sample: sample.sample_id)
     return Dataset(folder.classes, tuple(ordered), tuple(skipped), tuple(duplicates), folder.ignored)
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """Names of the class folders there are, in code-point order. Raises: DataError as `load_dataset`."""
+    return scan(root, None).classes
+
+
+def without_labels(dataset: Dataset, known: int) -> Dataset:
+    """The same, with images of classes beyond the first `known` taken for unlabelled ones."""
+    samples = tuple(
+        replace(sample, label=None) if sample.label is not None and sample.label >= known else sample
+        for sample in dataset.samples
+    )
+    return replace(dataset, classes=dataset.classes[:known], samples=samples)
 
 
 def make_sample(image: ImageFile, digest: bytes, secret: bytes) -> Sample:

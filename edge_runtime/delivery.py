@@ -127,6 +127,7 @@ class Delivery:
         self.answered: queue.SimpleQueue[str] = queue.SimpleQueue()  # asks whose whole answer is in the spool
         self._worker, self._spool, self._new_draw, self._window, self._stop = worker, spool, new_draw, window, stop
         self._limits = limits or DeliveryLimits()
+        self._given_up = threading.Event()
         self._given, self._done = 0, 0  # orders for the thread; the first is counted by `take` alone, the second by it
         self._idle_since_s: float | None = None
         self._upload: tuple[int, int] | None = None  # number of its first frame, images per frame
@@ -163,6 +164,10 @@ class Delivery:
             return
         self._given += 1
         self._orders.put((order, welcome))
+
+    def give_up(self) -> None:
+        """Nobody will hear the rest of a prediction: send no more of it."""
+        self._given_up.set()
 
     def close(self) -> None:
         """Let the thread end when it has nothing left to do."""
@@ -209,7 +214,8 @@ class Delivery:
         )
         for message in self._worker.infer(upload):
             self._wait(self._window.wait_for_room)
-            self._window.put(message.batch, prepare(message))
+            images = len(message.codes if isinstance(message, Features) else message.values)
+            self._window.put(message.batch, prepare(message), images)
             self.on_change()
         self._window.finish()
 
@@ -217,6 +223,8 @@ class Delivery:
         """Room comes with acknowledgements or scores, however long the server is away."""
         while not for_room(ROOM_POLL_S):
             check_stop(self._stop)
+            check_stop(self._given_up)
+        check_stop(self._given_up)
 
 
 def check_stop(stop: threading.Event) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import WebSocketException
 
 from contract.errors import ConfigError, ProtocolError, UnreachableError, UsageError
@@ -32,8 +32,8 @@ from contract.signature import (
     save_private,
     sign_raw,
 )
-from edge_runtime.client import channel_binding, socket_options, tls_context
 from edge_runtime.conduct import refused
+from edge_runtime.dialling import channel_binding, open_socket, tls_context
 from edge_runtime.reconnect import BUILT, explain
 from edge_runtime.state import sync_folder
 
@@ -47,6 +47,8 @@ class Desk:
     server: str
     ca: Path | None
     device: str
+    certificate: Path | None = None
+    certificate_key: Path | None = None
 
 
 def enrol(desk: Desk, key: Path, claim: PrivateKey) -> Enrolled:
@@ -94,8 +96,8 @@ async def ask(desk: Desk, vouching: PrivateKey, own: PrivateKey) -> Enrolled:
     Raises: UnreachableError; RefusedError or AuthError with the server's reason; ProtocolError.
     """
     with _explained(desk.server):
-        context = tls_context(desk.server, desk.ca)
-        async with connect(desk.server, **socket_options(desk.server, context)) as socket:
+        context = tls_context(desk.server, desk.ca, desk.certificate, desk.certificate_key)
+        async with open_socket(desk.server, context) as socket:
             return await asyncio.wait_for(_converse(socket, desk.device, vouching, own), ANSWER_S)
 
 

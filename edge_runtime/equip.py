@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.canonical import decode, encode, from_json, to_json
 from contract.console import Progress, progress
 from contract.errors import ConfigError, EngineError, suggest
 from contract.keyed_noise import class_list_hash, permutation
@@ -25,13 +23,16 @@ from contract.signature import PublicKey, key_id, load_private, load_public, sig
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
-from edge_runtime.data import SHOWN_FILES, Dataset, load_dataset, read_class_list, require_labels
+from edge_runtime.data import Dataset
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import engine_names, offered_engines, open_engine
 from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
+from edge_runtime.equip_images import Purpose, find_images, remember_classes
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
 from edge_runtime.label_keeper import LabelKeeper
+from edge_runtime.local_answers import Answerer, Learner, read_record
+from edge_runtime.local_record import Basis
 from edge_runtime.meters import open_plug, probe, read_model
 from edge_runtime.package_choice import DEFAULT_ENGINE, PackageChoice, choose_package
 from edge_runtime.part_worker import PartWorker
@@ -39,20 +40,9 @@ from edge_runtime.pipeline import Frontend
 from edge_runtime.reconnect import BUILT
 from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
-from edge_runtime.state import State, open_secret, open_state, read_or_set_aside, read_secret, write_durably
-from edge_runtime.terms import Terms, device_terms
+from edge_runtime.state import State, open_secret, open_state, read_secret
+from edge_runtime.terms import Terms, device_terms, protection
 from edge_runtime.worker import Bench, Surroundings, Worker
-
-SITE_RECORD_BYTES = 1 << 20
-
-Purpose = Literal["adapt", "infer"]
-
-
-@dataclass(frozen=True)
-class SiteRecord:
-    """What a prediction run needs to know of the adaptation before it."""
-
-    classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +64,8 @@ class Equipment:
     head_of: Callable[[str], Head | None]  # the device's own head of a run
     stages: Stages
     ledger: ReleaseLedger
+    learner: Learner | None = None  # of labelled images, before a frontend
+    answerer: Answerer | None = None  # of images to be predicted, where this device has learned
 
     @property
     def predicts_alone(self) -> bool:
@@ -89,7 +81,7 @@ class Equipment:
 
     def remember_site(self) -> None:
         """Keep the class list for later predictions."""
-        write_durably(self.state.site, to_json(encode(SiteRecord(self.dataset.classes))))
+        remember_classes(self.state, self.dataset.classes)
 
 
 def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Callable[[str], None]) -> Equipment:
@@ -133,15 +125,22 @@ def equip_state(
         choice.folder, state.packages, trusted, lambda path: open_engine(installing, path, threads), say
     )
     check_stop(stop)
-    dataset = find_images(config, purpose, state, installed, secret, stop, say)
-    classes_hash = class_list_hash(site_secret, dataset.classes)
-    plan = installed.training
-    terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), classes_hash, plan)
+    plan, record = installed.training, None
+    if installed.manifest.cuts:
+        _, alpha = protection(config.kappa_floor, config.alpha, installed.manifest)
+        basis = Basis(installed.digest.hex(), installed.cut.index, float(alpha))
+        record = read_record(state.local_head, basis, say)
+    learned = () if record is None else record.facts.classes
+    dataset, classes = find_images(config, purpose, state, installed, secret, learned, lambda: check_stop(stop), say)
+    classes_hash = class_list_hash(site_secret, classes)
+    terms = device_terms(config, installed.manifest, installed.digest, len(classes), classes_hash, plan)
     wire_labels = number_classes(terms, site_secret, installed.digest)
     around = Surroundings(open_bar, lambda: check_stop(stop))
     ledger = ReleaseLedger(state.ledger, say)
     codes_changed: float | None = None
     worker: Worker | PartWorker
+    learner: Learner | None = None
+    answerer: Answerer | None = None
     if plan is not None and not installed.manifest.cuts:
         if config.require not in (None, DEFAULT_ENGINE):
             raise EngineError(
@@ -175,17 +174,23 @@ def equip_state(
         choice, codes_changed, facts = opened.choice, opened.changed_share, engine_facts(opened, installed)
         if facts.int8_lost:
             say(f"warning: {facts.int8_lost}")
+        layout = installed.cut.tokens
+        if purpose != "infer":
+            learner = Learner(state.local_head, basis, layout, dataset, record, say)
+        elif record is not None:
+            answerer = Answerer(state.local_head, record, layout)
+        sees = learner or answerer
         bench = Bench(
-            Frontend(opened.engine, installed.manifest.image, installed.cut.tokens), installed.cut, dataset, terms,
-            secret, installed.digest, wire_labels, config.max_releases, state.features,
+            Frontend(opened.engine, installed.manifest.image, layout, None if sees is None else sees.see),
+            installed.cut, dataset, terms, secret, installed.digest, wire_labels, config.max_releases, state.features,
             installed.manifest.retrieves_patches, config.max_patch_share,
         )  # fmt: skip
         labels = {sample.sample_id: sample.label for sample in dataset.samples}
         keeper = LabelKeeper(labels, len(dataset.classes), state.head, say)
-        worker, head_of = Worker(bench, ledger, keeper, stages, around), keeper.head_of
+        worker, head_of = Worker(bench, ledger, keeper, stages, around, learner), keeper.head_of
     return Equipment(
         config, purpose, state, choice, installed, identity, terms, dataset, wire_labels, facts, codes_changed, worker,
-        head_of, stages, ledger,
+        head_of, stages, ledger, learner, answerer,
     )  # fmt: skip
 
 
@@ -223,57 +228,6 @@ def open_site_secret(config: DeviceConfig, state: State, say: Callable[[str], No
             "devices of one site must share it, so give a copy of it to each with --site-secret"
         )
     return secret
-
-
-def find_images(
-    config: DeviceConfig,
-    purpose: Purpose,
-    state: State,
-    installed: Installed,
-    secret: bytes,
-    stop: threading.Event,
-    say: Callable[[str], None],
-) -> Dataset:
-    """The samples of --data under the site's class list. Raises: DataError, ConfigError."""
-    classes = known_classes(config, purpose, state, installed, say)
-
-    reading: Progress[None] = progress(total=None, description="reading", unit="images")
-    with reading as bar:
-
-        def tick() -> None:
-            bar.update(1)
-            check_stop(stop)
-
-        dataset = load_dataset(config.data, classes, secret, installed.manifest.image.max_pixels, tick)
-    for entry in dataset.skipped[:SHOWN_FILES]:
-        say(f"skipped {entry.file}: {entry.reason}")
-    if len(dataset.skipped) > SHOWN_FILES:
-        say(f"skipped {len(dataset.skipped) - SHOWN_FILES} files more; the report lists them")
-    if purpose == "adapt":
-        require_labels(dataset, config.data)
-    return dataset
-
-
-def known_classes(
-    config: DeviceConfig, purpose: Purpose, state: State, installed: Installed, say: Callable[[str], None]
-) -> tuple[str, ...] | None:
-    """The class list: --classes, else the package's, else for predictions the adaptation's; None: the class folders.
-
-    Raises: ConfigError when predictions would have no names.
-    """
-    if config.classes is not None:
-        return read_class_list(config.classes)
-    if installed.manifest.classes is not None:
-        return installed.manifest.classes
-    if purpose == "adapt":
-        return None
-    record = read_or_set_aside(state.site, lambda data: decode(SiteRecord, from_json(data, SITE_RECORD_BYTES)), say)
-    if record is None:
-        raise ConfigError(
-            "this device does not know the class list that predictions are named by",
-            "adapt with this --state first, or give --classes FILE",
-        )
-    return record.classes
 
 
 def number_classes(terms: Terms, site_secret: bytes, package_digest: bytes) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,17 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from contract.errors import CutlayerError, DeviceError, EngineError, PackageError, RollbackError, SignatureError, why
+from contract.errors import (
+    CutlayerError,
+    DeviceError,
+    EngineError,
+    KindError,
+    PackageError,
+    RollbackError,
+    SignatureError,
+    TrialError,
+    why,
+)
 from contract.images import normalise
 from contract.leakage import LEAKAGE_NAME, PACKAGED_BYTES_MAX, of_package
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Cut, FileRecord, Manifest, digest, from_bytes
@@ -32,10 +43,12 @@ from edge_runtime.engines import Engine
 from edge_runtime.state import sync_folder
 
 GOLDEN_NAME = "golden.safetensors"
-CURRENT, PREVIOUS = "current", "previous"  # links to packages
+CURRENT, PREVIOUS, READY = "current", "previous", "ready"  # links to packages; ready: tried, and not current yet
 QUARANTINE = "quarantine.json"
+ATTEMPT = "attempt.json"  # which package is being tried
 QUARANTINE_BYTES = 1 << 20
 COPY_BLOCK_BYTES = 1 << 20
+_HEX = re.compile("[0-9a-f]{64}")
 FETCH = "copy the package folder again from the server"
 
 
@@ -111,10 +124,12 @@ def stage(
     trusted: Mapping[str, PublicKey],
     open_frontend: Callable[[Path], Engine],
     say: Callable[[str], None],
+    same_kind: bool = False,
 ) -> Installed:
     """Verify the package in `source` and copy it to its place under `packages`, beside the current one.
 
     `open_frontend` opens the frontend without noise, for the golden vectors; a package without one never calls it.
+    With `same_kind` parts never take a frontend's place.
     Raises: SignatureError, ManifestError, RollbackError, PackageError, EngineError; DeviceError when the disk refuses.
     """
     signed = read_limited(source / MANIFEST_NAME, LIMITS.size_bytes)
@@ -126,6 +141,8 @@ def stage(
     package_digest = digest(signed)
     refuse_quarantined(package_digest, packages)
     refuse_rollback(manifest, package_digest, packages)
+    if same_kind:
+        refuse_other_kind(manifest, packages)
     folder = packages / package_digest.hex()
     try:
         for leftover in packages.glob(".incoming-*"):
@@ -171,22 +188,33 @@ def quarantined(packages: Path) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if isinstance(reason, str)}
 
 
+def attempted(packages: Path) -> str | None:
+    """The digest (hex) of the package that is being tried, or was when the device stopped; None where there is none."""
+    try:
+        name = json.loads((packages / ATTEMPT).read_bytes()[:QUARANTINE_BYTES])["digest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) and _HEX.fullmatch(name) else None
+
+
 def refuse_quarantined(package_digest: bytes, packages: Path) -> None:
     """Raises: PackageError when this very package failed here before."""
     reason = quarantined(packages).get(package_digest.hex())
     if reason is not None:
         raise PackageError(
             f"package {package_digest.hex()[:12]} was tried on this device and failed: {reason}",
-            f"sign a better one with a higher version; to try this one again, delete {packages / QUARANTINE}",
+            f"sign a better one with a higher version; to try this one again, delete its line in "
+            f"{packages / QUARANTINE}",
         )
 
 
 def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -> None:
     """Raises: RollbackError when this name was installed with a higher version, or with this one and other content."""
-    failed = quarantined(packages)
+    never_current = {*quarantined(packages), current_name(packages, READY), attempted(packages)}
+    never_current -= {current_name(packages, link) for link in (CURRENT, PREVIOUS)}
     for path in sorted(packages.glob(f"*/{MANIFEST_NAME}")):
-        if path.parent.is_symlink() or path.parent.name in failed:
-            continue  # a version that failed here is none to stay above
+        if path.parent.is_symlink() or path.parent.name in never_current:
+            continue  # a version that failed here, or is only being tried, is none to stay above
         try:
             data = path.read_bytes()
             known = from_bytes(data)
@@ -205,6 +233,21 @@ def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -
                 f"{digest(data).hex()[:12]}, this one has {package_digest.hex()[:12]}",
                 "a changed package needs a higher version",
             )
+
+
+def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
+    """Raises: KindError when a frontend would take the place of parts to be trained, or the other way round."""
+    try:
+        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
+    except (OSError, CutlayerError):
+        return  # there is none, or it is damaged
+    if bool(current.cuts) != bool(manifest.cuts):
+        kinds = ("parts that devices train", "a frontend")
+        raise KindError(
+            f"package {manifest.name} version {manifest.version} holds {kinds[bool(manifest.cuts)]}, and "
+            f"{current.name}, which is current, {kinds[bool(current.cuts)]}: an update stays of one kind",
+            "run it with edge-run --engine and a --state of its own",
+        )
 
 
 def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bool:
@@ -298,10 +341,11 @@ def check_golden(folder: Path, manifest: Manifest, open_frontend: Callable[[Path
         raise PackageError(f"{cut.onnx} should give tokens {expected.shape}, found {tokens.shape}", FETCH)
     snr_db = signal_to_noise_db(expected, tokens)
     if not snr_db >= LIMITS_OF_INSTALL.golden_snr_db:
-        raise EngineError(
+        raise TrialError(
             f"{GOLDEN_NAME}: {engine.name} {engine.version} should give the shipped tokens within "
             f"{LIMITS_OF_INSTALL.golden_snr_db} dB, found {snr_db:.1f} dB",
             "this engine computes something else than the exporter checked: use another version of it",
+            "parity",
         )
     return snr_db
 
@@ -359,7 +403,7 @@ def point(packages: Path, link: str, name: str) -> None:
 
 def shed_others(packages: Path) -> None:
     """Of packages that nothing points at only the manifests stay, against rollback: frontends can fill a small card."""
-    kept = {current_name(packages, link) for link in (CURRENT, PREVIOUS)}
+    kept = {current_name(packages, link) for link in (CURRENT, PREVIOUS, READY)}
     for manifest in packages.glob(f"*/{MANIFEST_NAME}"):
         if manifest.parent.name not in kept and not manifest.parent.is_symlink():
             for file in manifest.parent.iterdir():

@@ -24,7 +24,8 @@ from edge_runtime.delivery import Stopped, plan_upload
 from edge_runtime.equip import Equipment, equip
 from edge_runtime.reconnect import BUILT
 from edge_runtime.report import Report
-from edge_runtime.run import StopSignals, Talk, make_report
+from edge_runtime.run import StopSignals
+from edge_runtime.run_report import Talk, make_report
 from edge_runtime.spool import Spool
 from edge_runtime.stored import FOLDER, SESSION, Record, open_spool, read_record, write_record
 from edge_runtime.threads import in_worker

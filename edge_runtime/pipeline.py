@@ -30,11 +30,12 @@ BATCH_SAMPLES_MAX = 256
 
 @dataclass(frozen=True)
 class Frontend:
-    """An engine, and what goes in and comes out of it."""
+    """An engine, and what goes in and comes out of it; `seen` is shown all clean tokens that come out."""
 
     engine: Engine
     image: ImageRule
     layout: TokenLayout
+    seen: Callable[[Sequence[Sample], NDArray[np.float16]], None] | None = None
 
     def tokens(self, samples: Sequence[Sample]) -> NDArray[np.float16]:
         """Clean tokens (B, T, d), in float16 for training and inference alike, so that both release the same codes.
@@ -55,6 +56,8 @@ class Frontend:
                 f"tokens of {names} are not finite in float16",
                 "use another engine version, or export the package again",
             )
+        if self.seen is not None:
+            self.seen(samples, tokens)
         return tokens
 
     def tokens_in_steps(self, samples: Sequence[Sample], on_images: Callable[[int], object]) -> NDArray[np.float16]:

@@ -1,19 +1,23 @@
 """From scores to class names: un-permute or apply the own head, name the files, count what was right.
 
-Pure. Names and labels never left the device; here they meet the scores again.
+Pure. Names and labels never left the device; here they meet the scores again. Each answer says who gave it: the server,
+or this device by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import RemoteProtocolError
-from edge_runtime.data import Dataset
-from edge_runtime.head import Head, softmax
+from edge_runtime.data import Dataset, Sample
+from edge_runtime.head import Floats, Head, softmax
+
+AnsweredBy: TypeAlias = Literal["server", "local"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,20 @@ class Prediction:
     file: str
     class_name: str
     probability: float
+    answered_by: AnsweredBy = "server"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logits (C,) of one image, in the order of these classes."""
+
+    logits: Floats
+    classes: Sequence[str]
+    answered_by: AnsweredBy
+
+    @property
+    def class_name(self) -> str:
+        return self.classes[int(self.logits.argmax())]
 
 
 def logits_of(values: NDArray[np.float32], wire_labels: NDArray[np.int64], head: Head | None) -> NDArray[np.float32]:
@@ -40,7 +58,11 @@ def logits_of(values: NDArray[np.float32], wire_labels: NDArray[np.int64], head:
 
 
 def predict(
-    scores: Mapping[int, NDArray[np.float32]], dataset: Dataset, wire_labels: NDArray[np.int64], head: Head | None
+    scores: Mapping[int, NDArray[np.float32]],
+    dataset: Dataset,
+    wire_labels: NDArray[np.int64],
+    head: Head | None,
+    answered_by: AnsweredBy = "server",
 ) -> list[Prediction]:
     """One prediction per good file, duplicates included, in the order of file names."""
     values = np.concatenate([scores[batch] for batch in sorted(scores)])
@@ -48,24 +70,53 @@ def predict(
         raise RemoteProtocolError(
             f"expected scores of {len(dataset.samples)} samples, found {len(values)}", "update the server"
         )
-    probabilities = softmax(logits_of(values, wire_labels, head))
-    best = probabilities.argmax(axis=1)
-    of_file = {
-        sample.relative: Prediction(sample.relative, dataset.classes[best[row]], float(probabilities[row, best[row]]))
-        for row, sample in enumerate(dataset.samples)
-    }
+    return name_files(answers_of([(0, values)], dataset, wire_labels, head, answered_by), dataset)
+
+
+def answers_of(
+    rows: Iterable[tuple[int, NDArray[np.float32]]],
+    dataset: Dataset,
+    wire_labels: NDArray[np.int64],
+    head: Head | None,
+    answered_by: AnsweredBy = "server",
+) -> dict[bytes, Answer]:
+    """Answers by wire id, from scores with the place of their first sample.
+
+    Raises: RemoteProtocolError as `logits_of`, and when a batch goes beyond the samples.
+    """
+    found: dict[bytes, Answer] = {}
+    for start, values in rows:
+        samples = dataset.samples[start : start + len(values)]
+        if len(samples) != len(values):
+            raise RemoteProtocolError(
+                f"expected scores of {len(samples)} samples, found {len(values)}", "update the server"
+            )
+        for sample, logits in zip(samples, logits_of(values, wire_labels, head), strict=True):
+            found[sample.sample_id] = Answer(logits, dataset.classes, answered_by)
+    return found
+
+
+def name_files(answers: Mapping[bytes, Answer], dataset: Dataset) -> list[Prediction]:
+    """One prediction per good file, duplicates included, in the order of file names."""
+    of_file: dict[str, Prediction] = {}
+    for sample in dataset.samples:
+        answer = answers[sample.sample_id]
+        probability = float(softmax(answer.logits[None]).max())
+        of_file[sample.relative] = Prediction(sample.relative, answer.class_name, probability, answer.answered_by)
     for duplicate in dataset.duplicates:
-        same = of_file[duplicate.same_as]
-        of_file[duplicate.file] = Prediction(duplicate.file, same.class_name, same.probability)
+        of_file[duplicate.file] = replace(of_file[duplicate.same_as], file=duplicate.file)
     return [of_file[name] for name in sorted(of_file)]
 
 
 def accuracy(predictions: list[Prediction], dataset: Dataset) -> float | None:
     """Share of labelled samples whose class was found, each image once; None where nothing is labelled."""
     found = {prediction.file: prediction.class_name for prediction in predictions}
+    return share_right([found[sample.relative] for sample in dataset.samples], dataset.samples, dataset.classes)
+
+
+def share_right(names: Sequence[str], samples: Sequence[Sample], classes: Sequence[str]) -> float | None:
+    """Share of the labelled samples that were given their class; None where none is labelled."""
     hits = [
-        found[sample.relative] == dataset.classes[sample.label]
-        for sample in dataset.samples
-        if sample.label is not None
+        name == classes[sample.label] for name, sample in zip(names, samples, strict=True) if sample.label is not None
     ]
     return sum(hits) / len(hits) if hits else None

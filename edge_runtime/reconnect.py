@@ -13,6 +13,10 @@ from datetime import datetime, timezone
 from contract.errors import CutlayerError
 
 BUILT = datetime(2026, 11, 1, tzinfo=timezone.utc)  # no clock that is right shows less
+CERTIFICATE_CURE = (
+    "give --certificate and --certificate-key, by a CA that the server's --client-ca names (tools/make_keys "
+    "--certificate NAME)"
+)
 CERTIFICATE_NOT_YET_VALID = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 
 
@@ -62,6 +66,22 @@ class Failure:
     cure: str
 
 
+class EndedAfterTls(ConnectionError):
+    """The server ended the connection when TLS stood, before it had said a word."""
+
+
+def tls_alert(error: BaseException | None) -> str | None:
+    """The alert by which the server ended TLS, as OpenSSL calls it, wherever in the chain of causes it is."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        reason = getattr(error, "reason", None) or ""  # "TLSV1_ALERT_UNKNOWN_CA"
+        if isinstance(error, ssl.SSLError) and "ALERT_" in reason:
+            return reason.split("ALERT_")[-1].replace("_", " ").lower()
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def explain(error: BaseException, server: str, now: datetime, clock_floor: datetime) -> Failure:
     """Name the fault that an operator can mend: clock, certificate, name, network.
 
@@ -69,6 +89,17 @@ def explain(error: BaseException, server: str, now: datetime, clock_floor: datet
     """
     if isinstance(error, CutlayerError):
         return Failure(error.cause, error.cure)
+    if isinstance(error, EndedAfterTls):
+        return Failure(
+            f"{server} ended the connection right after TLS: it may ask for a certificate of this device, or not "
+            "accept the one that it has",
+            f"where it has --client-ca, {CERTIFICATE_CURE}; else nothing, if it comes back",
+        )
+    alert = tls_alert(error)
+    if alert == "certificate required":
+        return Failure(f"{server} asks for a certificate of this device, and there is none", CERTIFICATE_CURE)
+    if alert is not None and ("certificate" in alert or alert == "unknown ca"):
+        return Failure(f"{server} does not accept the certificate of this device: {alert}", CERTIFICATE_CURE)
     if isinstance(error, ssl.SSLError) and now < clock_floor:
         return Failure(
             f"{server} cannot be trusted because this device's clock is not set: "

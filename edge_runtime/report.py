@@ -12,7 +12,20 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from edge_runtime.local_record import Compared
 from edge_runtime.predictions import Prediction
+
+
+@dataclass(frozen=True)
+class LocalFigures:
+    """The head that answers here without a server; `reason` says why there is none."""
+
+    images: int = 0  # that it learned from
+    classes: int = 0
+    held_out_accuracy: float | None = None  # on images of these that were left out in turn; None: no class has two
+    held_out_images: int = 0
+    compared: Compared | None = None  # with the server, when it was asked last about labelled images new to the head
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,10 @@ class Report:
     package_digest: str
     peak_rss_mb: float
     released: str | None = None  # what of these images has ever left this device, in words
+    local: LocalFigures | None = None
+    link_down: str | None = None  # why the server did not answer all images that it was asked about
     predictions: tuple[Prediction, ...] | None = None
-    accuracy: float | None = None
+    accuracy: float | None = None  # of the answers as they were given, whoever gave them
 
 
 def document(report: Report) -> dict[str, object]:
@@ -85,8 +100,10 @@ def to_csv(report: Report) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if report.predictions is not None:
-        writer.writerow(("file", "class", "probability"))
-        writer.writerows((each.file, each.class_name, f"{each.probability:.6f}") for each in report.predictions)
+        writer.writerow(("file", "class", "probability", "answered_by"))
+        writer.writerows(
+            (each.file, each.class_name, f"{each.probability:.6f}", each.answered_by) for each in report.predictions
+        )
     else:
         single = {name: value for name, value in document(report).items() if not isinstance(value, (dict, tuple, list))}
         writer.writerow(single)
@@ -103,9 +120,27 @@ def to_table(report: Report) -> str:
         lines.append(f"{'duplicate':<16} {entry['file']} has the pixels of {entry['same_as']}")
     if report.predictions is not None:
         width = max((len(each.file) for each in report.predictions), default=4)
-        lines += ["", f"{'file':<{width}}  probability  class"]
-        lines += [f"{each.file:<{width}}  {each.probability:11.3f}  {each.class_name}" for each in report.predictions]
+        lines += ["", f"{'file':<{width}}  probability  by      class"]
+        lines += [
+            f"{each.file:<{width}}  {each.probability:11.3f}  {each.answered_by:<6}  {each.class_name}"
+            for each in report.predictions
+        ]
     return "\n".join(lines) + "\n"
+
+
+def local_rows(local: LocalFigures) -> Iterable[tuple[str, str]]:
+    """How good answers without a server are."""
+    if local.reason is not None:
+        yield "answers alone", f"no: {local.reason}"
+        return
+    learned = f"{local.images} images of {local.classes} classes"
+    if local.held_out_accuracy is None:
+        yield "answers alone", f"learned from {learned}; accuracy unknown, as no class has two images"
+    else:
+        yield "answers alone", f"{local.held_out_accuracy:.1%} of {local.held_out_images} left out, from {learned}"
+    if local.compared is not None:
+        both = local.compared
+        yield "", f"last compared on {both.images} new images: server {both.server:.1%}, alone {both.local:.1%}"
 
 
 def table_rows(report: Report) -> Iterable[tuple[str, str]]:
@@ -114,7 +149,11 @@ def table_rows(report: Report) -> Iterable[tuple[str, str]]:
     left_out = f"{len(report.skipped)} skipped, {len(report.duplicates)} duplicates"
     yield "images", f"{report.images} of {report.classes} classes, {left_out}"
     if report.accuracy is not None:
-        yield "accuracy", f"{report.accuracy:.1%}"
+        yield "accuracy", f"{report.accuracy:.1%} of the answers below"
+    if report.link_down is not None:
+        yield "link down", report.link_down
+    if report.local is not None:
+        yield from local_rows(report.local)
     yield "package", f"{report.package} version {report.package_version} ({report.package_digest[:12]})"
     trains = report.linear_layers is None
     kernels = f"int8 in {shown(report.int8_layers)} of {report.linear_layers} linear layers"

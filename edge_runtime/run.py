@@ -1,5 +1,8 @@
 """One run of edge-run: equip on a thread, converse on the event loop, stop cleanly on a signal, report.
 
+A device that takes packages leaves the run for an offer when it has nothing to do, and goes on afterwards: to the run
+it is as if the device had been restarted.
+
 Signals: the first stops the run within seconds and it ends well; the second ends the program at once (DE-03).
 """
 
@@ -12,38 +15,46 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import psutil
 
 from contract.console import Progress, progress
-from contract.errors import ConfigError, RefusedError
-from contract.messages import Welcome
-from edge_runtime.client import Client, Endpoint, Traffic, tls_context
-from edge_runtime.conduct import FINAL_REASONS, Conduct
+from contract.errors import ConfigError, RefusedError, UnreachableError
+from edge_runtime.allowance import Allowance, open_allowance
+from edge_runtime.answering import Answers, make_answers, told, without_head
+from edge_runtime.client import Client, Traffic
+from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers, Outcome
 from edge_runtime.config import DeviceConfig, check_metrics, read_sleep_command
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
-from edge_runtime.equip import Equipment, Purpose, equip, new_ask_id
+from edge_runtime.dialling import Endpoint, tls_context
+from edge_runtime.equip import Equipment, equip, new_ask_id
+from edge_runtime.equip_images import Purpose
 from edge_runtime.line_marks import LineMarks
+from edge_runtime.local_answers import LEARN
 from edge_runtime.part_worker import PartWorker
-from edge_runtime.predictions import Prediction, accuracy, predict
+from edge_runtime.predictions import Answer, accuracy, answers_of, predict
 from edge_runtime.reconnect import Backoff
-from edge_runtime.releases import account, summary
-from edge_runtime.report import Report, peak_rss_mb
+from edge_runtime.report import Report
+from edge_runtime.run_report import Talk, make_report
 from edge_runtime.service import Notifier
 from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
-from edge_runtime.stages import StageCost
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
+from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.unanswered import Unanswered
 from edge_runtime.witness import Witness
 from edge_runtime.worker import Worker
 
+OTHER_PACKAGE = "package"  # the server's code for a device whose package is not its run's
+AGAIN_S, LATER_S = 600.0, 60.0  # until a call that failed is made again; until it may be this device's turn
+T = TypeVar("T")
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
 
@@ -66,14 +77,73 @@ class StopSignals:
         self.thread_asked.set()
 
 
-async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Callable[[str], None]) -> Report | None:
+async def run_device(
+    config: DeviceConfig, purpose: Purpose, once: bool, say: Callable[[str], None], local: bool = False
+) -> Report | None:
     """Run until the server needs this device no longer or a signal stops it; None when stopped before it was ready.
+
+    With `local` the head here answers, and no server is asked.
 
     Raises: CutlayerError of whatever failed.
     """
-    tls_context(config.server, config.ca)  # a CA file that cannot be used is told before an hour is spent
+    # Files that cannot be used are told before an hour is spent.
+    tls_context(config.server, config.ca, config.certificate, config.certificate_key)
     say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
+    offers = Offers() if purpose == "adapt" and takes_packages(config) else None
+    while True:
+        refused: RefusedError | None = None
+        report: Report | None = None
+        try:
+            report = await run_once(config, purpose, once, say, signals, offers, local)
+        except RefusedError as error:
+            if offers is None or error.code != OTHER_PACKAGE:
+                raise
+            refused = error  # the package that the server wants may be here, or to be had
+        if offers is None or signals.asked.is_set() or not (offers.heard or refused):
+            return report
+        taken = await unless_stopped(take(config, say), signals)
+        if refused is not None and taken in (Taken.NOTHING, Taken.READY):
+            raise refused
+        if taken is None or (report is not None and report.outcome != UPDATE):
+            return report
+        if refused is not None and taken in (Taken.FAILED, Taken.LATER):
+            if once:
+                raise refused
+            wait_s = AGAIN_S if taken is Taken.FAILED else LATER_S
+            say(f"{refused.cause}; asking again in {wait_s / 60:.0f} min")
+            await unless_stopped(asyncio.sleep(wait_s), signals)
+            if signals.asked.is_set():
+                return None
+        offers = Offers(time.monotonic() + AGAIN_S if taken is Taken.FAILED else 0.0)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:
+    """Its result; None when a signal came first, and it was cancelled."""
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(signals.asked.wait())
+    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
+async def run_once(
+    config: DeviceConfig,
+    purpose: Purpose,
+    once: bool,
+    say: Callable[[str], None],
+    signals: StopSignals,
+    offers: Offers | None,
+    local: bool,
+) -> Report | None:
+    """A run with the package that is current; None when stopped before it was ready.
+
+    Raises: CutlayerError of whatever failed.
+    """
     watch = SlowdownWatch()
     ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
     asked = asyncio.create_task(signals.asked.wait())
@@ -90,7 +160,9 @@ async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Ca
     try:
         if equipment.predicts_alone:
             return await in_worker(lambda: predict_alone(equipment, watch))
-        return await converse(equipment, signals, once, say, watch)
+        if local:
+            return await in_worker(lambda: answer_alone(equipment, watch))
+        return await converse(equipment, signals, once, say, watch, offers=offers)
     finally:
         equipment.state.close()
 
@@ -108,9 +180,24 @@ def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
     equipment.stages.end("predict")
     time.sleep(equipment.stages.settle_s)
     head = equipment.head_of("") if equipment.terms.label_mode == "client-head" else None
-    predictions = predict(scores, equipment.dataset, equipment.wire_labels, head)
+    predictions = predict(scores, equipment.dataset, equipment.wire_labels, head, "local")
     report = make_report(equipment, "done", None, Talk(Traffic()), watch)
     return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
+
+
+def answer_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
+    """Answers of the head that this device learned: no server hears of the images.
+
+    Raises: ConfigError when it has none.
+    """
+    if equipment.answerer is None:
+        raise ConfigError(without_head(equipment), LEARN)
+    try:
+        answers = make_answers(equipment, {})
+    except Stopped:
+        return make_report(equipment, "stopped", None, Talk(Traffic()), watch)
+    time.sleep(equipment.stages.settle_s)
+    return told(equipment, answers, make_report(equipment, "done", None, Talk(Traffic()), watch))
 
 
 async def converse(
@@ -120,13 +207,16 @@ async def converse(
     say: Callable[[str], None],
     watch: SlowdownWatch,
     marks: LineMarks | None = None,
+    offers: Offers | None = None,
 ) -> Report:
     """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
     config, stages = equipment.config, equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
-    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window)
+    assert equipment.purpose != "learn"
+    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window, offers)
     delivery = Delivery(equipment.worker, spool, draws_of(config), window, signals.thread_asked)
+    link_down: str | None = None
     with UploadBar(delivery, len(equipment.dataset.samples)) as bar:
 
         def on_tick() -> None:
@@ -135,7 +225,10 @@ async def converse(
             if bar.draw():
                 stages.end("upload")
 
-        endpoint = Endpoint(config.server, config.ca, equipment.clock_floor)
+        endpoint = Endpoint(
+            config.server, config.ca, equipment.clock_floor, config.certificate, config.certificate_key
+        )  # fmt: skip
+        allowance = open_allowance(equipment.state.root, config.max_mb_per_day, equipment.clock_floor, say)
 
         def on_rest(begins: bool) -> None:
             (stages.begin if begins else stages.end)("sleep")
@@ -144,20 +237,41 @@ async def converse(
         client = Client(
             endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, marks=marks, on_rest=on_rest,
             sleeper=sleeper,
+            allowance=allowance,
+            can_do_without=equipment.answerer is not None,
         )  # fmt: skip
-        witness = Witness(equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say))
+        witness = Witness(
+            equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say, allowance)
+        )
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
             try:
                 outcome = await client.run(signals.asked, once)
+            except UnreachableError as error:
+                if equipment.answerer is None:
+                    raise
+                outcome, link_down = Outcome("link-down", True), error.cause
+                say(f"{error.cause} ({error.cure}); the head on this device answers instead")
+                delivery.give_up()
             finally:
                 watching.cancel()
                 witness.write()  # its last words, for edge-run status and report
                 delivery.close()
+                if allowance is not None:
+                    allowance.close()
         on_tick()
     for stage in ("upload", "predict"):
         stages.end(stage)
+    if link_down is not None:  # what the worker has in hand comes first, for there is one engine
+        await poll(lambda: not delivery.busy or signals.asked.is_set())
     await settle_worker(delivery)
+    answers: Answers | None = None
+    if window is not None and outcome.reason != "stopped":
+        came = server_answers(equipment, conduct, window)
+        try:
+            answers = await in_worker(lambda: make_answers(equipment, came))
+        except Stopped:
+            outcome = Outcome("stopped", True)
     await asyncio.sleep(stages.settle_s)  # until the meter has told of the last stage
     talk = Talk(client.traffic, conduct.sent_again, conduct.sent_again_most, delivery.round_trips)
     report = make_report(equipment, outcome.reason, conduct.welcome, talk, watch)
@@ -172,9 +286,8 @@ async def converse(
             "for these images start a new run on the server; give every machine a name and key of its own",
             "upload-mismatch",
         )
-    if outcome.reason != "stopped" and window is not None:
-        predictions = name_classes(equipment, conduct, window)
-        return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
+    if answers is not None:
+        return told(equipment, answers, replace(report, link_down=link_down))
     if outcome.reason != "stopped":
         equipment.remember_site()
     return report
@@ -187,6 +300,7 @@ def standing_of(
     delivery: Delivery,
     spool: Spool,
     say: Callable[[str], None],
+    allowance: Allowance | None,
 ) -> Callable[[], Standing]:
     """Looks at a conversation, whenever it is called."""
     began_s, boot, process = time.monotonic(), boot_id(), psutil.Process()
@@ -221,6 +335,8 @@ def standing_of(
             rss_bytes=process.memory_info().rss,
             package_digest=equipment.terms.package_digest,
             label_mode=equipment.terms.label_mode,
+            budget_bytes=None if allowance is None else allowance.limit_bytes,
+            budget_spent_bytes=None if allowance is None else allowance.spent_bytes,
             recent=say.recent if isinstance(say, Recorder) else (),
         )
 
@@ -273,90 +389,15 @@ class UploadBar:
         return done == self._total
 
 
-def name_classes(equipment: Equipment, conduct: Conduct, window: Unanswered) -> list[Prediction]:
-    """Predictions from the scores that came. Raises: ConfigError when the head that they need is not here."""
+def server_answers(equipment: Equipment, conduct: Conduct, window: Unanswered) -> dict[bytes, Answer]:
+    """Answers from the scores that came. Raises: ConfigError when the head that they need is not here."""
+    rows = window.rows()
     head = None
-    if equipment.terms.label_mode == "client-head":
+    if equipment.terms.label_mode == "client-head" and rows:
         run = conduct.welcome.run if conduct.welcome else ""
         head = equipment.head_of(run)
         if head is None:
             raise ConfigError(
                 f"this device has no head of run {run}", "predict with the --state that took part in the adaptation"
             )
-    return predict(window.scores, equipment.dataset, equipment.wire_labels, head)
-
-
-@dataclass(frozen=True)
-class Talk:
-    """What the conversation with the server cost; nothing where there was none."""
-
-    traffic: Traffic
-    sent_again: int = 0
-    sent_again_most: int = 0
-    round_trips: int = 0
-
-
-def make_report(
-    equipment: Equipment, outcome: str, welcome: Welcome | None, talk: Talk, watch: SlowdownWatch
-) -> Report:
-    """Everything that is known at the end, predictions aside."""
-    counters, costs, manifest = equipment.worker.counters, equipment.stages.costs(), equipment.installed.manifest
-    dataset, config = equipment.dataset, equipment.config
-    names = {sample.sample_id: sample.relative for sample in dataset.samples}
-    spent = equipment.stages.total() if costs else StageCost(0.0, None, reason="no stage was run")
-    return Report(
-        outcome=outcome,
-        run=welcome.run if welcome else None,
-        images=len(dataset.samples),
-        classes=len(dataset.classes),
-        class_counts=dataset.class_counts(),
-        skipped=tuple(asdict(entry) for entry in dataset.skipped),
-        duplicates=tuple(asdict(entry) for entry in dataset.duplicates),
-        ignored=dataset.ignored,
-        bytes_sent_payload=counters.payload_bytes,
-        bytes_per_image=counters.payload_bytes / counters.images if counters.images else None,
-        bytes_on_wire=talk.traffic.sent_bytes,
-        bytes_received=talk.traffic.received_bytes,
-        connections=talk.traffic.connections,
-        messages_sent_again=talk.sent_again,
-        sent_again_most=talk.sent_again_most,
-        round_trips=talk.round_trips,
-        codes_changed=equipment.codes_changed,
-        saturated=counters.saturated / counters.codes if counters.codes else None,
-        stages_s={name: cost.seconds for name, cost in costs.items()},
-        stages_energy_j={name: cost.energy_j for name, cost in costs.items()},
-        stages_energy_bound_j={name: cost.bound_j for name, cost in costs.items()},
-        energy_j=spent.energy_j,
-        energy_bound_j=spent.bound_j,
-        energy_per_upload_j=per_upload(spent.energy_j, talk.round_trips),
-        energy_per_upload_bound_j=per_upload(spent.bound_j, talk.round_trips),
-        energy_reason=spent.reason,
-        energy_scope=None if spent.energy_j is None else equipment.stages.scope,
-        mean_power_w=spent.mean_w,
-        peak_power_w=spent.peak_w,
-        peak_window_s=spent.peak_window_s,
-        slowed_down=tuple(asdict(flag) for flag in watch.flags()),
-        engine=equipment.engine.name,
-        engine_fallback=equipment.choice.fallback_reason,
-        threads=equipment.engine.threads,
-        int8_layers=equipment.engine.int8_layers,
-        linear_layers=equipment.engine.linear_layers,
-        plans=equipment.engine.plans,
-        int8_lost=equipment.engine.int8_lost,
-        golden_snr_db=equipment.installed.golden_snr_db,
-        label_mode=equipment.terms.label_mode,
-        kappa=welcome.kappa if welcome else None,
-        sigma=counters.sigma,
-        alpha=equipment.terms.alpha,
-        noise=equipment.config.noise,
-        package=manifest.name,
-        package_version=manifest.version,
-        package_digest=equipment.installed.digest.hex(),
-        peak_rss_mb=peak_rss_mb(),
-        released=summary(account(equipment.ledger, names, config.max_releases, config.max_patch_share)),
-    )
-
-
-def per_upload(joules: float | None, uploads: int) -> float | None:
-    """None where joules are unknown or there was no upload."""
-    return joules / uploads if joules is not None and uploads else None
+    return answers_of(rows, equipment.dataset, equipment.wire_labels, head)

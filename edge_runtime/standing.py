@@ -55,6 +55,8 @@ class Standing:
     rss_bytes: int
     package_digest: str
     label_mode: str
+    budget_bytes: int | None = None  # a day; None: no limit
+    budget_spent_bytes: int | None = None
     recent: tuple[tuple[float, str], ...] = ()  # the last lines that were said, with their moments
 
     def document(self) -> dict[str, Any]:
@@ -95,6 +97,10 @@ def families(at: Standing) -> list[Family]:
         single("cutlayer_device_spool_bytes", "Kept until acknowledged.", "gauge", at.spool_bytes),
         single("cutlayer_device_sent_bytes_total", "On the wire.", "counter", at.sent_bytes),
         single("cutlayer_device_received_bytes_total", "On the wire.", "counter", at.received_bytes),
+        single(
+            "cutlayer_device_budget_bytes", "Of a day, on the network; no line: no limit.", "gauge", at.budget_bytes
+        ),
+        single("cutlayer_device_budget_spent_bytes", "Of this day's budget.", "gauge", at.budget_spent_bytes),
         single("cutlayer_device_connections_total", "Let in or not.", "counter", at.connections),
         single("cutlayer_device_energy_joules_total", "Since the meter was opened.", "counter", at.energy_j),
         single("cutlayer_device_resident_memory_bytes", "Of this process.", "gauge", at.rss_bytes),
@@ -122,6 +128,10 @@ def in_words(found: Mapping[str, Any]) -> str:
         sent = "" if at["images_acknowledged"] is None else f", {at['images_acknowledged']} acknowledged"
         lines.append(f"images    {at['images']}{sent}")
         lines.append(f"traffic   {at['sent_bytes'] / 1e6:.2f} MB sent, {at['received_bytes'] / 1e6:.2f} MB received")
+        if at.get("budget_bytes") is not None:
+            lines.append(
+                f"budget    {at['budget_spent_bytes'] / 1e6:.2f} of {at['budget_bytes'] / 1e6:g} MB of this day"
+            )
         energy = (
             f"unknown: {at['energy_reason']}" if at["energy_j"] is None else f"{at['energy_j']:.1f} J since the start"
         )

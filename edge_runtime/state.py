@@ -72,6 +72,11 @@ class State:
         return self.root / "parts"
 
     @property
+    def local_head(self) -> Path:
+        """What answers here without a server, and the pooled features that it learned from."""
+        return self.root / "checkpoints" / "local_head"
+
+    @property
     def site(self) -> Path:
         """What inference needs to know of the adaptation: class list and label mode."""
         return self.root / "checkpoints" / "site.json"

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from contract.errors import ConfigError, DeviceError
 from contract.signature import key_id, load_private, sign_raw
-from edge_runtime.client import Client, Endpoint
+from edge_runtime.allowance import Allowance, open_allowance
+from edge_runtime.client import Client
 from edge_runtime.conduct import Conduct, Identity
 from edge_runtime.delivery import Delivery
+from edge_runtime.dialling import Endpoint
 from edge_runtime.reconnect import BUILT, Backoff
 from edge_runtime.run import StopSignals
 from edge_runtime.spool import Spool
@@ -36,6 +38,9 @@ class Errand:
     state: Path | None
     spool: Path | None
     once: bool
+    max_mb_per_day: float | None = None  # of this device's own state
+    certificate: Path | None = None
+    certificate_key: Path | None = None
 
 
 def is_empty(state: Path) -> bool:
@@ -63,17 +68,25 @@ async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
         return await _send(errand, identity, errand.spool, errand.spool / "outbox", say)
     assert errand.state is not None  # the command asks for one of the two
     state = open_state(errand.state)
+    allowance = open_allowance(state.root, errand.max_mb_per_day, BUILT, say)
     try:
-        done = await _send(errand, identity, state.root / FOLDER, state.spool / "adapt", say)
+        done = await _send(errand, identity, state.root / FOLDER, state.spool / "adapt", say, allowance)
         if done["outcome"] == "collected":
             shutil.rmtree(state.root / FOLDER)
         return done
     finally:
+        if allowance is not None:
+            allowance.close()
         state.close()
 
 
 async def _send(
-    errand: Errand, identity: Identity, folder: Path, outbox: Path, say: Callable[[str], None]
+    errand: Errand,
+    identity: Identity,
+    folder: Path,
+    outbox: Path,
+    say: Callable[[str], None],
+    allowance: Allowance | None = None,
 ) -> dict[str, object]:
     record = read_record(folder)
     if record.device != errand.device:
@@ -103,9 +116,8 @@ async def _send(
         ended.set()
 
     watching = asyncio.create_task(stop_either())
-    client = Client(
-        Endpoint(errand.server, errand.ca, BUILT), conduct, delivery, Backoff(random.Random()), say, on_tick
-    )
+    endpoint = Endpoint(errand.server, errand.ca, BUILT, errand.certificate, errand.certificate_key)
+    client = Client(endpoint, conduct, delivery, Backoff(random.Random()), say, on_tick, allowance=allowance)
     try:
         outcome = await client.run(ended, errand.once)
     finally:

@@ -31,13 +31,15 @@ class Unanswered:
         self.scores: dict[int, NDArray[np.float32]] = {}  # by batch
         self._spool, self._limits = spool, limits or WindowLimits()
         self._frames: dict[int, Payload] = {}
+        self._rows: list[int] = []  # images of each batch
         self._all_put = False
         self._lock = threading.Condition()
 
-    def put(self, batch: int, frame: Payload) -> None:
-        """Send a batch, and keep it until its scores come."""
+    def put(self, batch: int, frame: Payload, images: int) -> None:
+        """Send the next batch, and keep it until its scores come."""
         with self._lock:
             self._frames[batch] = frame
+            self._rows.append(images)
             self._spool.append(frame, durable=False)
 
     def wait_for_room(self, timeout_s: float) -> bool:
@@ -60,16 +62,26 @@ class Unanswered:
     def answer(self, ask: str, batch: int, values: NDArray[np.float32]) -> None:
         """Take in the scores of a batch; again is no harm, for they may come twice.
 
-        Raises: RemoteProtocolError when no such batch was sent.
+        Raises: RemoteProtocolError when no such batch was sent, or it held another number of samples.
         """
         with self._lock:
             if ask != self.ask or (batch not in self._frames and batch not in self.scores):
                 raise RemoteProtocolError(
                     f"scores of batch {batch} of {ask!r}, which this device never sent", "update the server"
                 )
+            if len(values) != self._rows[batch]:
+                raise RemoteProtocolError(
+                    f"expected scores of {self._rows[batch]} samples, found {len(values)}", "update the server"
+                )
             self._frames.pop(batch, None)
             self.scores[batch] = values
             self._lock.notify_all()
+
+    def rows(self) -> list[tuple[int, NDArray[np.float32]]]:
+        """The scores that came, batch by batch, each with the place of its first image."""
+        with self._lock:
+            starts = np.concatenate([[0], np.cumsum(self._rows)]).astype(int)
+            return [(int(starts[batch]), self.scores[batch]) for batch in sorted(self.scores)]
 
     @property
     def complete(self) -> bool:

@@ -23,6 +23,7 @@ class Service:
     command: tuple[str, ...]  # edge-run and its flags, without --key, --site-secret and --state
     key: Path
     site_secret: Path | None
+    certificate_key: Path | None
     readable: tuple[Path, ...]  # images, package, CA, settings
     user: str | None  # None: one that exists while the service runs
     devices: tuple[str, ...] = ()  # such as /dev/vcio
@@ -32,7 +33,8 @@ class Service:
 def unit_text(service: Service) -> str:
     """The whole unit."""
     secret = () if service.site_secret is None else ("--site-secret", "${CREDENTIALS_DIRECTORY}/site.secret")
-    words = (*map(quote, service.command), "--key", "${CREDENTIALS_DIRECTORY}/device.key", *secret)
+    tls = () if service.certificate_key is None else ("--certificate-key", "${CREDENTIALS_DIRECTORY}/tls.key")
+    words = (*map(quote, service.command), "--key", "${CREDENTIALS_DIRECTORY}/device.key", *secret, *tls)
     in_home = any(path.is_relative_to(home) for path in service.readable for home in HOMES)
     lines = [
         "[Unit]",
@@ -58,6 +60,7 @@ def unit_text(service: Service) -> str:
         "StateDirectoryMode=0700",
         f"LoadCredential=device.key:{service.key}",
         *([] if service.site_secret is None else [f"LoadCredential=site.secret:{service.site_secret}"]),
+        *([] if service.certificate_key is None else [f"LoadCredential=tls.key:{service.certificate_key}"]),
         *(["DynamicUser=yes"] if service.user is None else [f"User={service.user}"]),
         *([] if service.memory_max is None else [f"MemoryMax={service.memory_max}"]),
         "",

@@ -1,6 +1,7 @@
 """A new package in the place of the current one, in two slots: tried beside it on this device, and only then current.
 
-    packages/<digest>/   each package; `current` and `previous` point at two of them
+    packages/<digest>/   each package; `current` and `previous` point at two of them, and `ready` at one that the server
+                         sent (`taking`): it becomes current once a server asks for it
              quarantine.json   packages that failed here, with the reason: they are not tried again
              attempt.json      which one is being tried, and how often: written before the first image, so that one that
                                stops the device itself is found out by the next call
@@ -14,6 +15,7 @@ The state's lock is held meanwhile: no run and no measurement is disturbed, and 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,11 +27,9 @@ import numpy as np
 from contract.errors import (
     CutlayerError,
     DataError,
-    DeviceError,
     EngineError,
     PackageError,
-    RollbackError,
-    SignatureError,
+    TrialError,
 )
 from contract.image_folder import scan
 from contract.images import load_pixels, normalise, resize
@@ -37,10 +37,13 @@ from contract.manifest import Manifest, digest, from_bytes
 from contract.signature import PublicKey
 from edge_runtime.engines import Engine
 from edge_runtime.install import (
+    ATTEMPT,
     CURRENT,
     PREVIOUS,
     QUARANTINE,
+    READY,
     Installed,
+    attempted,
     current_name,
     point,
     quarantined,
@@ -49,8 +52,8 @@ from edge_runtime.install import (
 )
 from edge_runtime.state import write_durably
 
-ATTEMPT = "attempt.json"
 ATTEMPTS_MOST = 2  # that ended with the device rather than with a verdict
+MEASURED_MOST = 3  # times before a package is found too slow: something else may have run meanwhile
 OpenFrontend = Callable[[Path], Engine]
 
 
@@ -91,8 +94,11 @@ def update(
     trial: Trial,
     energy_now: Callable[[], float | None],
     say: Callable[[str], None],
+    slot: str = CURRENT,
+    on_picture: Callable[[], None] = lambda: None,
 ) -> Updated:
-    """Verify, try, and make it current; whatever fails the trial is put into quarantine and nothing else changes.
+    """Verify, try, and make it current, or `ready`; whatever fails the trial is put into quarantine and nothing else
+    changes.
 
     Raises: SignatureError, RollbackError, PackageError when it is not let in; EngineError when it fails the trial;
         DataError where there is no picture to try it on; DeviceError when the disk refuses.
@@ -103,27 +109,49 @@ def update(
     if name is not None:
         _note_attempt(packages, name)
     try:
-        staged = stage(source, packages, trusted, open_frontend, say)
+        staged = stage(source, packages, trusted, open_frontend, say, same_kind=True)
         before = current_name(packages)
-        slower, hungrier = _try(staged, packages, before, open_frontend, data, trial, energy_now)
+        slower, hungrier = _try(staged, packages, before, open_frontend, data, trial, energy_now, on_picture)
     except EngineError as error:
         if name is not None:
             _quarantine(packages, name, error.cause)
         shed_others(packages)
-        raise EngineError(f"rolled back: {error.cause}", f"{error.cure}; the package before stays current") from error
-    except (SignatureError, RollbackError, PackageError):
-        (packages / ATTEMPT).unlink(missing_ok=True)  # it was not let in: nothing was tried
+        reason = error.reason if isinstance(error, TrialError) else "engine"
+        raise TrialError(
+            f"rolled back: {error.cause}", f"{error.cure}; the package before stays current", reason
+        ) from error
+    except CutlayerError:  # it was not let in, or could not be tried: nothing is known of it
+        forget_attempt(packages)
         raise
-    if before is not None and before != staged.folder.name:
-        point(packages, PREVIOUS, before)
-    point(packages, CURRENT, staged.folder.name)
-    shed_others(packages)
+    put(packages, staged.folder.name, slot)
     (packages / ATTEMPT).unlink(missing_ok=True)
     return Updated(staged.manifest.version, staged.digest.hex(), before, slower, hungrier)
 
 
-def go_back(packages: Path, reason: str) -> str:
-    """Make the package before current again, and put the present one into quarantine.
+def put(packages: Path, name: str, slot: str) -> None:
+    """Make a package that is here the current one, and keep the one before; or the one that is ready.
+
+    Another that was ready goes altogether: it was never current, so nothing is to stay above its version.
+    """
+    ready, current = current_name(packages, READY), current_name(packages)
+    if slot == CURRENT:
+        if current not in (None, name):
+            point(packages, PREVIOUS, str(current))
+        point(packages, CURRENT, name)
+    elif name != current:
+        point(packages, READY, name)
+    if ready is not None and ready == current_name(packages):
+        (packages / READY).unlink(missing_ok=True)
+    elif ready not in (None, name, current):
+        shutil.rmtree(packages / str(ready), ignore_errors=True)
+        if slot == CURRENT:
+            (packages / READY).unlink(missing_ok=True)
+    shed_others(packages)
+
+
+def go_back(packages: Path, reason: str) -> tuple[str, str]:
+    """Make the package before current again, and put the present one into quarantine; their folders' names, in that
+    order.
 
     Raises: PackageError where there is none.
     """
@@ -134,7 +162,7 @@ def go_back(packages: Path, reason: str) -> str:
     (packages / PREVIOUS).unlink(missing_ok=True)
     _quarantine(packages, present, reason)
     shed_others(packages)
-    return before
+    return before, present
 
 
 def _try(
@@ -145,34 +173,41 @@ def _try(
     data: Path,
     trial: Trial,
     energy_now: Callable[[], float | None],
+    on_picture: Callable[[], None],
 ) -> tuple[float | None, float | None]:
     """How much slower and hungrier it is. Raises: EngineError when that, or what it computes, is not put up with."""
     if not staged.manifest.cuts:
         return None, None
     pictures = readable(data, staged.manifest.image.max_pixels, trial.images)
     if not pictures:
-        raise DeviceError(f"there is no picture in {data} to try the package on", "give --data the images of this site")
-    new = measure(open_frontend(staged.onnx), staged.manifest, pictures, energy_now)
+        raise DataError(f"there is no picture in {data} to try the package on", "give --data the images of this site")
     old_folder = None if before in (None, staged.folder.name) else packages / str(before)
-    if old_folder is None:
-        return None, None
-    try:
-        manifest = from_bytes((old_folder / "manifest.json").read_bytes())
-        old = measure(open_frontend(old_folder / manifest.cuts[0].onnx), manifest, pictures, energy_now)
-    except (CutlayerError, OSError, IndexError):
-        return None, None  # it cannot be compared with what does not run
+    for _ in range(MEASURED_MOST):  # one engine at a time: a small device has no room for two
+        new = measure(open_frontend(staged.onnx), staged.manifest, pictures, energy_now, on_picture)
+        if old_folder is None:
+            return None, None
+        try:
+            manifest = from_bytes((old_folder / "manifest.json").read_bytes())
+            frontend = open_frontend(old_folder / manifest.cuts[0].onnx)
+            old = measure(frontend, manifest, pictures, energy_now, on_picture)
+        except (CutlayerError, OSError, IndexError):
+            return None, None  # it cannot be compared with what does not run
+        if new.seconds <= trial.slower * old.seconds:
+            break
     slower = new.seconds / old.seconds
-    known = new.energy_j is not None and old.energy_j is not None and old.energy_j > 0.0
-    hungrier = new.energy_j / old.energy_j if known else None  # type: ignore[operator]
+    metered = new.energy_j is not None and old.energy_j is not None and old.energy_j > 0.0
+    hungrier = new.energy_j / old.energy_j if metered else None  # type: ignore[operator]
     if slower > trial.slower:
-        raise EngineError(
+        raise TrialError(
             f"an image takes {slower:.2f} times as long as with the package before, more than {trial.slower:g}",
             "export a cheaper split, or raise --slower",
+            "slower",
         )
     if hungrier is not None and hungrier > trial.hungrier:
-        raise EngineError(
+        raise TrialError(
             f"an image takes {hungrier:.2f} times the energy of the package before, more than {trial.hungrier:g}",
             "export a cheaper split, or raise --hungrier",
+            "hungrier",
         )
     return slower, hungrier
 
@@ -190,7 +225,11 @@ def readable(data: Path, max_pixels: int, most: int) -> list[Path]:
 
 
 def measure(
-    engine: Engine, manifest: Manifest, pictures: Sequence[Path], energy_now: Callable[[], float | None]
+    engine: Engine,
+    manifest: Manifest,
+    pictures: Sequence[Path],
+    energy_now: Callable[[], float | None],
+    on_picture: Callable[[], None] = lambda: None,
 ) -> Cost:
     """Run pictures one by one; the first of them twice, as it pays for what is made once.
 
@@ -203,13 +242,15 @@ def measure(
         if number == 1:
             began_s, began_j = time.monotonic(), energy_now()
         tokens.append(engine.run(batch))
+        on_picture()
         if not np.isfinite(tokens[-1]).all():
-            raise EngineError(
-                f"picture {number} of the site gives values that are not finite", "export the package again"
-            )
+            raise TrialError(
+                f"picture {number} of the site gives values that are not finite", "export the package again",
+                "not-finite",
+            )  # fmt: skip
     seconds, ended_j = time.monotonic() - began_s, energy_now()
     if len(pictures) > 1 and all(np.array_equal(each, tokens[0]) for each in tokens):
-        raise EngineError("all pictures of the site give the same tokens", "export the package again")
+        raise TrialError("all pictures of the site give the same tokens", "export the package again", "same-tokens")
     joules = None if began_j is None or ended_j is None else (ended_j - began_j) / len(pictures)
     return Cost(seconds / len(pictures), joules)
 
@@ -222,14 +263,25 @@ def _digest_of(source: Path) -> str | None:
 
 
 def _attempts(packages: Path, name: str) -> int:
+    if attempted(packages) != name:
+        return 0
     try:
-        noted = json.loads((packages / ATTEMPT).read_bytes())
-        return int(noted["count"]) if noted["digest"] == name else 0
+        return int(json.loads((packages / ATTEMPT).read_bytes())["count"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
+def forget_attempt(packages: Path) -> None:
+    """Nothing stays of a package that was neither taken nor found bad: its version must not bar the current one."""
+    name = attempted(packages)
+    if name is not None and name not in {current_name(packages, link) for link in (CURRENT, PREVIOUS, READY)}:
+        shutil.rmtree(packages / name, ignore_errors=True)
+    (packages / ATTEMPT).unlink(missing_ok=True)
+
+
 def _note_attempt(packages: Path, name: str) -> None:
+    if attempted(packages) not in (None, name):
+        forget_attempt(packages)
     noted = {"digest": name, "count": _attempts(packages, name) + 1}
     write_durably(packages / ATTEMPT, json.dumps(noted).encode())
 

@@ -21,6 +21,7 @@ from contract.messages import Ask, Features, Message
 from contract.tokens import TokenLayout, check_source_count, kept_patches, sent_layout
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.label_keeper import LabelKeeper
+from edge_runtime.local_answers import Learner
 from edge_runtime.pipeline import Frontend, extract, read_features, release_batches, samples_per_batch
 from edge_runtime.release_ledger import Release, ReleaseLedger
 from edge_runtime.released_patches import to_text
@@ -86,10 +87,18 @@ class Worker:
     """Answers one ask at a time."""
 
     def __init__(
-        self, bench: Bench, ledger: ReleaseLedger, keeper: LabelKeeper, stages: Stages, around: Surroundings
+        self,
+        bench: Bench,
+        ledger: ReleaseLedger,
+        keeper: LabelKeeper,
+        stages: Stages,
+        around: Surroundings,
+        learner: Learner | None = None,
     ) -> None:
+        """`learner` sees the tokens of the bench's frontend, and learns when it has seen all."""
         self.counters = Counters()
         self._bench, self._ledger, self._keeper, self._stages, self._around = bench, ledger, keeper, stages, around
+        self._learner = learner
 
     @property
     def _sent(self) -> TokenLayout:
@@ -142,6 +151,9 @@ class Worker:
         try:
             with self._stages.measure("extract"), self._around.open_progress(total, "features", "images") as bar:
                 extract(self._bench.frontend, self.samples, path, self._ticking(bar))
+            if self._learner is not None:
+                with self._stages.measure("learn"):
+                    self._learner.learn()
             sources = self._retrieve(path, total, layout) if self._retrieves else None
 
             def tokens_of(start: int, count: int) -> NDArray[np.float16]:
@@ -161,6 +173,19 @@ class Worker:
             self._around.open_progress(self._sent.patches, "retrieval", "positions") as bar,
         ):
             return retrieve(path, total, layout, self._ticking(bar), self._bench.cut.sent.kept)
+
+    def look_at(self, samples: Sequence[Sample]) -> None:
+        """Let the frontend run for what sees its tokens; nothing is released."""
+        step = self._bench.frontend.engine.threads
+        if not samples:
+            return
+        with (
+            self._stages.measure("extract"),
+            self._around.open_progress(len(samples), "features", "images") as bar,
+        ):
+            tick = self._ticking(bar)
+            for start in range(0, len(samples), step):
+                tick(len(self._bench.frontend.tokens(samples[start : start + step])))
 
     def infer(self, upload: Upload) -> Iterator[Features]:
         """Features for prediction, straight from the engine: the same release as in training, bit for bit."""

@@ -74,6 +74,8 @@ class Joined:
     run: str
     session: str
     class_count: int
+    package_digest: str | None = None
+    features: tuple[str, ...] = ()
 
 
 class Admission:
@@ -203,7 +205,7 @@ class Admission:
         except ProtocolError as error:
             raise RefusedError(error.cause, error.cure, UPGRADE_REQUIRED) from error
         self._device(hello)
-        if hello.package_digest != self._terms.package_digest:
+        if hello.package_digest != self._terms.package_digest and hello.purpose != "update":
             raise RefusedError(
                 f"package_digest (device | server): {hello.package_digest or 'none'} | {self._terms.package_digest}",
                 "install on the device the package that was exported together with this server's backend",
@@ -218,14 +220,18 @@ class Admission:
         except AuthError as error:
             raise RefusedError(error.cause, error.cure, "wrong-key") from error
         # Only now: nobody without the key may fix a site's class list.
-        self._check_classes(hello, device.site)
-        session = hello.session
-        received = None if session is None else self._ledger.received_seq(device.name, session)
+        session, received = hello.session, None
+        if hello.purpose != "update":
+            self._check_classes(hello, device.site)
+            received = None if session is None else self._ledger.received_seq(device.name, session)
         if session is None or received is None:
             session, received = self._random(8).hex(), 0
-            self._ledger.open_session(device.name, session, hello.purpose)
+            if hello.purpose != "update":  # which is no part of the run
+                self._ledger.open_session(device.name, session, hello.purpose)
         terms = self._terms
-        self.joined = Joined(device, hello.purpose, terms.run, session, hello.class_count)
+        self.joined = Joined(
+            device, hello.purpose, terms.run, session, hello.class_count, hello.package_digest, hello.features
+        )
         return Welcome(
             session=session,
             run=terms.run,

@@ -103,7 +103,7 @@ def _serve(arguments: Sequence[str]) -> int:
         return 0
     as_json = flags["format"] == "json"
     values = resolved.values
-    listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"])
+    listen = parse_listen(values["listen"], values["certificate"], values["certificate_key"], values["client_ca"])
     check_inputs(FIELDS, resolved)
     roster = read_roster(values["roster"])
     strategies.check(values["strategy"])

@@ -22,16 +22,20 @@ from contract.messages import (
     Choice,
     Enrol,
     Features,
+    Fetch,
     Gradient,
     Heartbeat,
     Hello,
+    Message,
     PatchFeatures,
+    Piece,
     Proof,
     Prototypes,
     Refuse,
     Scores,
     Settled,
     Update,
+    Verdict,
     Vouch,
 )
 from contract.session import Acknowledged, Event, Received, Role, Session, SessionLimits, State
@@ -84,6 +88,14 @@ class Hub(Protocol):
         """Scores were written out to the device."""
         ...
 
+    async def piece(self, fetch: Fetch) -> Piece:
+        """Bytes of a package that is offered. Raises: RefusedError."""
+        ...
+
+    async def judge(self, connection: Connection, verdict: Verdict) -> None:
+        """A device's verdict on a package, to be kept."""
+        ...
+
     async def in_store(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run a call that waits for the disk, apart from the sockets and one at a time."""
         ...
@@ -131,6 +143,11 @@ class Connection:
         payload = codec.reopen(frame)
         scores = codec.decode(frame, codec.LIMITS.object_bytes).message if payload.kind == Scores.TYPE else None
         self._outbox.append((payload, scores if isinstance(scores, Scores) else None))
+        self._wake.set()
+
+    def say(self, message: Message) -> None:
+        """Send a message of this process as soon as there is credit."""
+        self._outbox.append((codec.prepare(message), None))
         self._wake.set()
 
     def set_status(self, status: Heartbeat) -> None:
@@ -230,6 +247,8 @@ class Connection:
             if self._admission.joined is not None:
                 self._wake.set()
                 await self._hub.join(self)
+        elif isinstance(message, Fetch | Verdict) or (self._is_visit and not isinstance(message, Heartbeat | Bye)):
+            await self._serve_visit(received)
         elif isinstance(message, Features):
             await self._keep(received, message)
         elif isinstance(message, REPLAYABLE):
@@ -240,9 +259,30 @@ class Connection:
             self._note_soon()
         elif isinstance(message, Heartbeat):
             self.heartbeat = message
-            if message.step != self._step:
+            if message.step != self._step and not self._is_visit:
                 self._step = message.step
                 await self._hub.forward(self, received)
+
+    @property
+    def _is_visit(self) -> bool:
+        return self.joined is not None and self.joined.purpose == "update"
+
+    async def _serve_visit(self, received: Received) -> None:
+        """A device that came for a package: it fetches it, or says what became of it, and nothing else."""
+        message = received.message
+        if not self._is_visit or not isinstance(message, Fetch | Verdict):
+            raise RemoteProtocolError(
+                f"expected {'fetch or verdict' if self._is_visit else 'work'}, found {message.TYPE}",
+                "update the device's software",
+            )
+        refused = await self._hub.in_store(self.standing)
+        if refused is not None:
+            raise refused
+        if isinstance(message, Fetch):
+            self.say(await self._hub.piece(message))
+        else:
+            await self._hub.judge(self, message)
+        self._session.stored(received.seq)
 
     def _note_soon(self) -> None:
         """Replayable messages are noted as received several at once, but before the device runs out of credit."""

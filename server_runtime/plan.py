@@ -35,6 +35,13 @@ FIELDS = (
     Field("roster", Path, REQUIRED, "folder of enrolled devices: ROSTER/<site>/<device>.pub"),
     Field("certificate", Path, None, "TLS certificate chain (PEM); needed off loopback", reads="file"),
     Field("certificate_key", Path, None, "private key of the certificate (PEM)", reads="file"),
+    Field(
+        "client_ca",
+        Path,
+        None,
+        "CA (PEM) of the devices' certificates: demand one; default: the roster's keys alone",
+        reads="file",
+    ),
     Field("metrics", str, None, "HOST:PORT of a status page and Prometheus metrics, over plain HTTP; default: none"),
     Field("runs", Path, Path("runs"), "folder of run directories"),
     Field("run", str, None, "which run to start or take up; default: the newest unfinished one of the same plan"),
@@ -379,6 +386,7 @@ class Listen:
     port: int
     certificate: Path | None
     certificate_key: Path | None
+    client_ca: Path | None = None  # devices need a certificate of it, besides their key
 
     @property
     def scheme(self) -> str:
@@ -386,7 +394,9 @@ class Listen:
         return "wss" if self.certificate is not None else "ws"
 
 
-def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | None) -> Listen:
+def parse_listen(
+    listen: str, certificate: Path | None, certificate_key: Path | None, client_ca: Path | None = None
+) -> Listen:
     """HOST:PORT -> Listen.
 
     Raises:
@@ -401,7 +411,12 @@ def parse_listen(listen: str, certificate: Path | None, certificate_key: Path | 
             f"listening on {host} needs TLS, and no certificate is set",
             "give --certificate and --certificate-key (tools/make_keys makes a pair), or listen on 127.0.0.1",
         )
-    return Listen(host, port, certificate, certificate_key)
+    if client_ca is not None and certificate is None:
+        raise ConfigError(
+            "client_ca is set, and without TLS no device could show a certificate",
+            "give --certificate and --certificate-key as well",
+        )
+    return Listen(host, port, certificate, certificate_key, client_ca)
 
 
 def parse_address(name: str, text: str) -> tuple[str, int]:

@@ -13,9 +13,10 @@ import psutil
 
 from contract.errors import CutlayerError, RefusedError
 
-from .admission import Terms
+from .admission import Joined, Terms
 from .connection import Connection
 from .observatory import newest_metrics
+from .rollout import Rollout
 from .roster import Device, Roster
 from .status import Past, SiteStanding, Standing, device_standing
 
@@ -30,9 +31,11 @@ class Register:
         self._version = roster.version()
         self._known: Mapping[str, Device | None] = roster.devices  # as the roster was when it last changed
 
-    def came(self, name: str) -> None:
+    def came(self, joined: Joined) -> None:
         """A device was let in."""
-        self._past[name].connections += 1
+        past = self._past[joined.device.name]
+        past.connections += 1
+        past.package = joined.package_digest
 
     def went(self, connection: Connection) -> None:
         """A connection ended."""
@@ -68,7 +71,12 @@ class Register:
         return refused
 
     def standing(
-        self, sites: tuple[SiteStanding, ...], present: Mapping[str, Connection], connections: int, waiting: int
+        self,
+        sites: tuple[SiteStanding, ...],
+        present: Mapping[str, Connection],
+        connections: int,
+        waiting: int,
+        rollout: Rollout | None = None,
     ) -> Standing:
         """How the run stands: its sites as the server knows them, its devices, and this process."""
         now_s, terms = time.monotonic(), self._terms
@@ -76,9 +84,13 @@ class Register:
             terms.run, terms.strategy, terms.label_mode, terms.package_digest, terms.kappa, now_s - self._began_s,
             connections, waiting, psutil.Process().memory_info().rss, sites,
             tuple(
-                device_standing(self._known.get(name) or device, present.get(name), self._past[name], now_s)
+                device_standing(
+                    self._known.get(name) or device, present.get(name), self._past[name], now_s,
+                    None if rollout is None else rollout.of(name),
+                )
                 for name, device in sorted(self._roster.devices.items())
             ),
+            None if rollout is None else rollout.describe(),
         )  # fmt: skip
 
     def metrics(self, sites: tuple[str, ...]) -> dict[str, dict[str, object]]:

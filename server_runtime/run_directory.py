@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class RunDirectory:
         (root / "checkpoints").mkdir(parents=True, exist_ok=True)
         (root / "journal").mkdir(exist_ok=True)
         self._cut_torn_line(root / "metrics.jsonl")
+        self._lines = Counter(str(line.get("site")) for line in self.metrics())  # a long run's file is slow to read
 
     # -- metrics
 
@@ -50,6 +52,7 @@ class RunDirectory:
         """Append one line to metrics.jsonl; what is unknown is null, NaN is refused."""
         with open(self._root / "metrics.jsonl", "a", encoding="utf-8") as stream:
             stream.write(_line(values))
+        self._lines[str(values.get("site"))] += 1
 
     def metrics(self) -> list[dict[str, Metric]]:
         """All records, oldest first."""
@@ -72,8 +75,7 @@ class RunDirectory:
 
     def keep(self, site: str, state: State, ended: bool) -> None:
         """Replace the site's checkpoint, keep the one before it, and empty the journal."""
-        lines = sum(line.get("site") == site for line in self.metrics())
-        values = json.dumps({**state.values, "ended": ended, "lines": lines}, allow_nan=False)
+        values = json.dumps({**state.values, "ended": ended, "lines": self._lines[site]}, allow_nan=False)
         data = save(dict(state.tensors), {"values": values, "sha256": _digest(state.tensors, values)})
         path = self._checkpoint(site)
         if path.exists():
@@ -133,6 +135,7 @@ class RunDirectory:
                 left.append(line)
         if len(left) < len(lines):
             write_atomic(self._root / "metrics.jsonl", "".join(map(_line, left)).encode())
+            self._lines[site] = min(kept, self._lines[site])
 
     def publish(self, site: str, state: State) -> None:
         """Write what was trained as models/<site>/{backend,features,head}.safetensors, where the strategy has it.

@@ -25,7 +25,7 @@ from websockets.exceptions import ConnectionClosed
 
 from contract import codec
 from contract.errors import ConfigError, CutlayerError, TrainingError
-from contract.messages import Activations, Features, Heartbeat
+from contract.messages import Activations, Features, Fetch, Heartbeat, Piece, Verdict
 from contract.session import Received
 
 from . import pipe
@@ -33,8 +33,10 @@ from .acceptance import Expected
 from .admission import Admission, Terms
 from .connection import REPLAYABLE, Connection
 from .files import DISK_ERRORS, disk_refuses
+from .fleet import Fleet
 from .listening import bind_address, shrink_tls_buffers, tls_context
 from .observatory import WRITE_S, shown, write_status
+from .offers import Box
 from .pipe import PipeFrame
 from .plan import Listen
 from .register import Register
@@ -104,6 +106,7 @@ class Server:
         self._status = {site: _SiteStatus() for site in job.roster.sites}
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
         self._register = Register(job.roster, job.terms, job.root)
+        self._fleet = Fleet(Box(job.roster.root), self.in_store, say)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
         self._started = asyncio.Event()  # the torch process may be told things
@@ -224,7 +227,8 @@ class Server:
     def _standing(self) -> Standing:
         newest = self._register.metrics(tuple(self._status))
         sites = tuple(self._site_standing(site, newest[site]) for site in self._status)
-        return self._register.standing(sites, self._devices, len(self._open), len(self._requests))
+        counts = len(self._open), len(self._requests)
+        return self._register.standing(sites, self._devices, *counts, self._fleet.rollout)
 
     def _site_standing(self, site: str, newest: Mapping[str, Any]) -> SiteStanding:
         status, failed = self._status[site], self.outcome.failed.get(site)
@@ -248,7 +252,10 @@ class Server:
         joined = connection.joined
         assert joined is not None and self._child is not None
         name, site = joined.device.name, joined.device.site
-        self._register.came(name)
+        self._register.came(joined)
+        if joined.purpose == "update":  # no part of the run: it may have a session there as well
+            await self._fleet.visit(connection)
+            return
         older = self._devices.get(name)
         self._devices[name] = connection
         if older is not None:
@@ -257,6 +264,7 @@ class Server:
             await self.in_store(self._store.forget_requests, name, joined.session)
             self._requests = {request for request in self._requests if request[0] != name}
         connection.set_status(self._heartbeat(site))
+        await self._fleet.meet(connection)
         values: dict[str, pipe.Value] = {"purpose": joined.purpose, "class_count": joined.class_count}
         await self._child.send(PipeFrame(pipe.JOINED, site, name, values=values))
 
@@ -293,6 +301,14 @@ class Server:
         assert self._child is not None
         values: dict[str, pipe.Value] = {"ask": ask, "batch": batch, "split": split, "complete": complete}
         await self._child.send(PipeFrame(pipe.STORED, site, device, values=values))
+
+    async def piece(self, fetch: Fetch) -> Piece:
+        """Bytes of the package that is offered. Raises: RefusedError."""
+        return await self._fleet.piece(fetch)
+
+    async def judge(self, connection: Connection, verdict: Verdict) -> None:
+        """Keep what a device says of the package."""
+        await self._fleet.judge(connection.name, verdict, dict(self._devices))
 
     def scored(self, device: str, ask: str, batch: int) -> None:
         """Scores are on their way."""
@@ -369,6 +385,7 @@ class Server:
             for connection in list(self._open):
                 connection.tick()
             await self._dismiss_revoked()
+            await self._fleet.look(dict(self._devices))
 
     async def _dismiss_revoked(self) -> None:
         """Who was revoked, or whose key is another now, does not stay until it happens to connect again."""

@@ -51,6 +51,8 @@ class DeviceStanding:
     received_bytes: int
     sent_bytes: int
     connections: int
+    package: str | None = None  # the one that it said it runs, when it joined last
+    update: str | None = None  # what became of the package that is offered; None: it is not meant
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Standing:
     rss_bytes: int
     sites: tuple[SiteStanding, ...]
     devices: tuple[DeviceStanding, ...]
+    update: Mapping[str, Any] | None = None  # the package that is offered, and how far that is
 
     def document(self) -> dict[str, Any]:
         """As JSON says it."""
@@ -83,6 +86,7 @@ class Past:
     sent_bytes: int = 0
     left_s: float | None = None
     heard_s: float | None = None
+    package: str | None = None
 
 
 class Present(Protocol):
@@ -98,7 +102,9 @@ class Present(Protocol):
     heartbeat: Heartbeat | None
 
 
-def device_standing(device: Device, here: Present | None, past: Past, now_s: float) -> DeviceStanding:
+def device_standing(
+    device: Device, here: Present | None, past: Past, now_s: float, update: str | None = None
+) -> DeviceStanding:
     """How a device stands, from its open connection and those before."""
     if here is None:
         state = "away" if device.state == "enrolled" else device.state
@@ -106,20 +112,21 @@ def device_standing(device: Device, here: Present | None, past: Past, now_s: flo
         heard_s = None if past.heard_s is None else now_s - past.heard_s
         return DeviceStanding(
             device.name, device.site, state, None, since_s, heard_s, None, None, None, past.received_bytes,
-            past.sent_bytes, past.connections,
+            past.sent_bytes, past.connections, past.package, update,
         )  # fmt: skip
     says = here.heartbeat
     return DeviceStanding(
         device.name, device.site, "connected", here.joined.purpose if here.joined else None, now_s - here.opened_s,
         now_s - here.heard_s, says.step if says else None, says.busy if says else None,
         says.waiting_for if says else None, past.received_bytes + here.received_bytes,
-        past.sent_bytes + here.sent_bytes, past.connections,
+        past.sent_bytes + here.sent_bytes, past.connections, past.package, update,
     )  # fmt: skip
 
 
 def families(standing: Standing) -> list[Family]:
     """The same for Prometheus."""
     sites, devices = standing.sites, standing.devices
+    updated = standing.update["devices"] if standing.update else {}
     figures = sorted(
         {name for site in sites for name, value in site.metrics.items() if isinstance(value, int | float)} - {"time"}
     )
@@ -164,6 +171,10 @@ def families(standing: Standing) -> list[Family]:
             tuple(Sample(each.sent_bytes, _named(each)) for each in devices),
         ),
         Family(
+            "cutlayer_update_devices", "Devices by what became of the package that is offered.", "gauge",
+            tuple(Sample(count, {"state": word}) for word, count in updated.items()),
+        ),
+        Family(
             "cutlayer_device_connections_total", "How often a device was let in.", "counter",
             tuple(Sample(each.connections, _named(each)) for each in devices),
         ),
@@ -194,12 +205,21 @@ def in_words(document: Mapping[str, Any]) -> str:
         shown = {name: value for name, value in site["metrics"].items() if name != "site" and value is not None}
         if shown:
             lines.append("          " + ", ".join(f"{name} {_shown(value)}" for name, value in shown.items()))
+    update = document.get("update")
+    if update:
+        told = ", ".join(f"{count} {word}" for word, count in update["devices"].items())
+        lines.append(
+            f"update    {update['name']} version {update['version']} ({update['package'][:12]}): {update['phase']}; "
+            f"{told}"
+        )
     for device in document["devices"]:
         words = [device["state"] + _since(device["since_s"])]
         if device["state"] == "connected":
             words.append("busy" if device["busy"] else f"waits for {device['waiting_for'] or 'nothing'}")
         sizes = f"{size_in_words(device['received_bytes'])} in, {size_in_words(device['sent_bytes'])} out"
         words.append(f"{sizes} since the server started")
+        words += [f"package {device['package'][:12]}"] if device.get("package") else []
+        words += [f"update {device['update']}"] if device.get("update") else []
         lines.append(f"device    {device['device']} ({device['site']}): {', '.join(words)}")
     lines.append("energy    stays on the devices: edge-run status")
     return "\n".join(lines)

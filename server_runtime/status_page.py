@@ -15,7 +15,8 @@ th, td { text-align: left; padding: .3em .8em .3em 0; border-bottom: 1px solid #
 <h1 id="run">Cutlayer</h1><p id="facts" class="quiet">asking the server</p>
 <h2>Sites</h2><table><thead><tr><th>site<th>state<th>waits for<th>since<th>accuracy<th>loss<th>epoch<th>bytes up, down
 <th>left out</tr></thead><tbody id="sites"></tbody></table>
-<h2>Devices</h2><table><thead><tr><th>device<th>site<th>state<th>since<th>does<th>heard<th>in<th>out</tr></thead>
+<h2>Devices</h2><table><thead><tr><th>device<th>site<th>state<th>since<th>does<th>heard<th>in<th>out
+<th>package<th>update</tr></thead>
 <tbody id="devices"></tbody></table>
 <p class="quiet">Energy stays on the devices (edge-run status). What an attacker reads of features is in the
 package's leakage table (leakage-profile). Figures also at
@@ -46,7 +47,7 @@ async function look() {
       known(x.metrics.bytes_up, size) + ", " + known(x.metrics.bytes_down, size), x.metrics.quarantined || ""]));
     rows("devices", s.devices.map(x => [x.device, x.site, x.state, known(x.since_s, age),
       x.busy === null ? "" : x.busy ? "works" : "waits for " + (x.waiting_for || "nothing"), known(x.heard_s, age),
-      size(x.received_bytes), size(x.sent_bytes)]));
+      size(x.received_bytes), size(x.sent_bytes), (x.package || "").slice(0, 12), x.update || ""]));
   } catch (error) {
     facts.className = "lost";
     facts.textContent = "the server does not answer: what is below is old";

@@ -23,9 +23,10 @@ from contract.console import run_command, say
 from contract.messages import Ask, Features, Gradient, Message
 from contract.signature import key_id, load_private, sign_raw
 from contract.tokens import TokenLayout
-from edge_runtime.client import Client, Endpoint
+from edge_runtime.client import Client
 from edge_runtime.conduct import Conduct, Identity
 from edge_runtime.delivery import Delivery
+from edge_runtime.dialling import Endpoint
 from edge_runtime.engines import open_engine
 from edge_runtime.pipeline import samples_per_batch
 from edge_runtime.reconnect import Backoff

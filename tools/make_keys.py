@@ -8,6 +8,8 @@ Nothing existing is replaced: run it again with other `--device` names to add de
     keys/roster/SITE/DEVICE.pub          who may join, and for which site: server-run --roster keys/roster
     keys/sites/SITE.secret               root of the site's class permutation; never goes to the server
     keys/devices/DEVICE/                 what to copy to that device: device.key site.secret ca.pem publisher.pub
+                        tls.pem tls.key  with --certificate DEVICE: for edge-run --certificate, where server-run has
+                                         --client-ca keys/ca.pem; also for a device that made its own device.key
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from contract.errors import UsageError
 from contract.output import open_output
 
 CA_DAYS = 3650
-SERVER_DAYS = 825
+CERTIFICATE_DAYS = 825
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -44,6 +46,8 @@ def main() -> int:
     make_server(root, arguments.host)
     for device in arguments.device:
         make_device(root, arguments.site, device)
+    for device in arguments.certificate:
+        make_certificate(root, device)
     say(f"keys of {len(arguments.device)} device(s) of site {arguments.site!r} are in {root}")
     return 0
 
@@ -54,9 +58,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", action="append", help="name or address of the server (repeatable; default localhost)")
     parser.add_argument("--site", default="site", help="site of the devices (default %(default)s)")
     parser.add_argument("--device", action="append", default=[], help="name of a device (repeatable)")
+    parser.add_argument(
+        "--certificate", action="append", default=[], metavar="DEVICE", help="a TLS certificate for it (repeatable)"
+    )
     arguments = parser.parse_args(argv)
     arguments.host = arguments.host or ["localhost", "127.0.0.1", "::1"]
-    for name in [arguments.site, *arguments.device]:
+    for name in [arguments.site, *arguments.device, *arguments.certificate]:
         if not NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot name a site or device", "use letters, digits, '.', '_' and '-', at most 64"
@@ -111,25 +118,45 @@ def make_ca(root: Path) -> None:
 def make_server(root: Path, hosts: list[str]) -> None:
     if (root / "server.key").exists():
         return
+    names = x509.SubjectAlternativeName([general_name(host) for host in hosts])
+    issue(root, root / "server", hosts[0], ExtendedKeyUsageOID.SERVER_AUTH, names)
+
+
+def make_certificate(root: Path, device: str) -> None:
+    stem = root / "devices" / device / "tls"
+    if stem.with_suffix(".key").exists():
+        raise UsageError(
+            f"device {device!r} has a certificate already: {stem}.pem", "delete it and its key to make another"
+        )
+    issue(root, stem, device, ExtendedKeyUsageOID.CLIENT_AUTH, None)
+
+
+def issue(
+    root: Path, stem: Path, name: str, usage: x509.ObjectIdentifier, names: x509.SubjectAlternativeName | None
+) -> None:
+    """A certificate by the private CA in STEM.pem, and its key in STEM.key.
+
+    Python 3.13 verifies strictly: without both key identifiers and key usage a certificate is refused.
+    """
     ca = x509.load_pem_x509_certificate((root / "ca.pem").read_bytes())
     ca_key = serialization.load_pem_private_key((root / "ca.key").read_bytes(), password=None)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
         raise UsageError(f"{root / 'ca.key'} is not an elliptic-curve key", "delete ca.key and ca.pem to make a new CA")
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
-    # Python 3.13 verifies strictly: without both key identifiers and key usage the certificate is refused.
-    certificate = (
-        certificate_builder(subject, ca.subject, key.public_key(), SERVER_DAYS)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    builder = (
+        certificate_builder(subject, ca.subject, key.public_key(), CERTIFICATE_DAYS)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([general_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA256())
     )
-    write_key(root / "server.key", key)
-    (root / "server.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    if names is not None:
+        builder = builder.add_extension(names, critical=False)
+    certificate = builder.sign(ca_key, hashes.SHA256())
+    write_key(stem.with_suffix(".key"), key)
+    stem.with_suffix(".pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def certificate_builder(

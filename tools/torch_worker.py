@@ -36,7 +36,8 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.data import Dataset, Sample, load_dataset
 from edge_runtime.delivery import check_stop
 from edge_runtime.engines import Engine
-from edge_runtime.equip import find_images, number_classes, open_bar, open_site_secret
+from edge_runtime.equip import number_classes, open_bar, open_site_secret
+from edge_runtime.equip_images import find_images
 from edge_runtime.equip_parts import read_shipped
 from edge_runtime.head import Head
 from edge_runtime.install import Installed, install
@@ -294,7 +295,7 @@ def make_device(config: DeviceConfig, trusted: Mapping[str, PublicKey], open_fro
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
     installed = install(Path(config.engine), state.packages, trusted, open_frontend, say)
-    dataset = find_images(config, "adapt", state, installed, secret, stop, say)
+    dataset = find_images(config, "adapt", state, installed, secret, (), lambda: check_stop(stop), say)[0]
     hashed = class_list_hash(site_secret, dataset.classes)
     terms = device_terms(config, installed.manifest, installed.digest, len(dataset.classes), hashed)
     path, changed = installed.onnx, 0.0
@@ -419,7 +420,8 @@ def make_part_device(
     secret, _ = open_secret(state.device_secret, "device secret")
     site_secret = open_site_secret(config, state, say)
     if read is None:
-        read = ReadImages(find_images(config, "adapt", state, installed, secret, stop, say), image)
+        found, _ = find_images(config, "adapt", state, installed, secret, (), lambda: check_stop(stop), say)
+        read = ReadImages(found, image)
     dataset = read.dataset
     hashed, count = class_list_hash(site_secret, dataset.classes), len(dataset.classes)
     terms = device_terms(config, installed.manifest, installed.digest, count, hashed, plan)

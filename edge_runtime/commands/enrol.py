@@ -11,7 +11,7 @@ from contract.console import ArgumentParser, say
 from contract.errors import UsageError, why
 from contract.signature import PrivateKey, read_claim
 from edge_runtime.commands._settings import add_settings, settle
-from edge_runtime.config import check_server
+from edge_runtime.config import check_certificate, check_server
 
 VARIABLE = "CUTLAYER_CLAIM"
 TOKEN_BYTES = 4096
@@ -19,7 +19,7 @@ TOKEN_BYTES = 4096
 
 def configure(parser: ArgumentParser) -> None:
     """Where the server is, under which name, and with which claim."""
-    add_settings(parser, "server", "ca", "name", "key")
+    add_settings(parser, "server", "ca", "certificate", "certificate_key", "name", "key")
     parser.add_argument(
         "--claim", metavar="FILE", help=f"file that holds the claim, - for stdin; default: the variable {VARIABLE}"
     )
@@ -31,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     values = settle(arguments, "server", "name", "key")
     check_server(values["server"])
-    answer = enrol(Desk(values["server"], values["ca"], values["name"]), values["key"], find_claim(arguments.claim))
+    check_certificate(values["certificate"], values["certificate_key"])
+    desk = Desk(values["server"], values["ca"], values["name"], values["certificate"], values["certificate_key"])
+    answer = enrol(desk, values["key"], find_claim(arguments.claim))
     say(f"enrolled as {values['name']} of site {answer.site}, with key {answer.key_id} in {values['key']}")
     return 0
 

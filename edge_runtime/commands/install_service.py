@@ -78,11 +78,14 @@ def plan_service(arguments: argparse.Namespace) -> Service:
     config = device_config(values | {"state": values["state"] or Path("/var/lib") / NAME})
     program = shutil.which("edge-run") or str(Path(sys.argv[0]).resolve())
     readable = [Path(config.engine), config.data, config.trust, file]
-    readable += [path for path in (config.ca, config.classes, config.plug_account) if path is not None]
+    readable += [
+        path for path in (config.ca, config.certificate, config.classes, config.plug_account) if path is not None
+    ]
     return Service(
         command=(program, *(["--infer"] if arguments.infer else []), "--config", str(file.resolve())),
         key=config.key.resolve(),
         site_secret=None if config.site_secret is None else config.site_secret.resolve(),
+        certificate_key=None if config.certificate_key is None else config.certificate_key.resolve(),
         readable=tuple(path.resolve() for path in readable),
         user=arguments.user,
         devices=tuple(arguments.allow_device),

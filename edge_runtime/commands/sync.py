@@ -8,12 +8,12 @@ from pathlib import Path
 
 from contract.console import ArgumentParser, print_document, say
 from edge_runtime.commands._settings import add_settings, settle
-from edge_runtime.config import check_server
+from edge_runtime.config import check_certificate, check_server
 
 
 def configure(parser: ArgumentParser) -> None:
     """Where the server is, whose features, and from where."""
-    add_settings(parser, "server", "ca", "name", "key", "state")
+    add_settings(parser, "server", "ca", "certificate", "certificate_key", "name", "key", "state", "max_mb_per_day")
     parser.add_argument(
         "--spool",
         type=Path,
@@ -32,9 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     needed = ("server", "name", "key") if arguments.spool else ("server", "name", "key", "state")
     values = settle(arguments, *needed)
     check_server(values["server"])
+    check_certificate(values["certificate"], values["certificate_key"])
     errand = Errand(
-        values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once
-    )
+        values["server"], values["ca"], values["name"], values["key"], values["state"], arguments.spool, arguments.once,
+        values["max_mb_per_day"], values["certificate"], values["certificate_key"],
+    )  # fmt: skip
     nothing_left = arguments.spool is None and is_empty(values["state"])
     done = nothing_sent() if nothing_left else asyncio.run(sync(errand, say))
     if arguments.format == "json":

@@ -19,7 +19,9 @@ def configure(parser: ArgumentParser) -> None:
     """Which package, what it is tried on, and what is put up with."""
     add_settings(parser, "state", "trust", "data", "threads")
     parser.add_argument("package", type=Path, nargs="?", help="its folder")
-    parser.add_argument("--back", action="store_true", help="make the package before current again")
+    parser.add_argument(
+        "--back", action="store_true", help="make the package before current again, and ban the present one"
+    )
     parser.add_argument("--images", type=int, default=16, metavar="N", help="pictures to try (default: %(default)s)")
     parser.add_argument(
         "--slower",
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises: CutlayerError."""
     from edge_runtime.cpus import allowed_affinity, usable_cpus
     from edge_runtime.engines import open_engine
+    from edge_runtime.install import QUARANTINE
     from edge_runtime.meters import probe
     from edge_runtime.package_choice import choose_package
     from edge_runtime.state import open_state
@@ -57,7 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     state = open_state(values["state"])
     try:
         if arguments.back:
-            say(f"package {go_back(state.packages, 'the operator went back')[:12]} is current again")
+            before, banned = go_back(state.packages, "the operator went back")
+            say(f"package {before[:12]} is current again")
+            say(
+                f"package {banned[:12]} is not tried again on this device, whoever sends it; to allow it, delete its "
+                f"line in {state.packages / QUARANTINE}"
+            )
             return 0
         meter, publisher = probe().meter, load_public(values["trust"])
         choice = choose_package(str(arguments.package))

@@ -21,6 +21,7 @@ from contract.messages import (
     Gradient,
     Message,
     PatchFeatures,
+    Piece,
     Prototypes,
     Scores,
     Update,
@@ -293,6 +294,6 @@ def test_logits_and_features_answer_alike() -> None:
 
 def test_messages_with_arrays_compare_by_identity_and_others_by_value() -> None:
     # An `==` over arrays has no single truth; the generated one would raise.
-    with_arrays = (Ask, Features, Scores, Gradient, Activations, Update, PatchFeatures, Prototypes, Chunk)
+    with_arrays = (Ask, Features, Scores, Gradient, Activations, Update, PatchFeatures, Prototypes, Piece, Chunk)
     for name, message in SAMPLES.items():
         assert (dataclasses.replace(message) == message) != isinstance(message, with_arrays), name

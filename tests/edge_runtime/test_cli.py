@@ -17,8 +17,9 @@ from contract.console import run_command
 from contract.errors import ConfigError, UsageError
 from edge_runtime.cli import edge_run, edge_run_or_command, parser, print_report
 from edge_runtime.config import FIELDS
+from edge_runtime.local_record import Compared
 from edge_runtime.predictions import Prediction
-from edge_runtime.report import Report, to_csv, to_table
+from edge_runtime.report import LocalFigures, Report, to_csv, to_table
 from edge_runtime.state import open_state
 from tests.edge_runtime.fake_package import write_device, write_images, write_package
 
@@ -117,7 +118,9 @@ def test_the_json_report_is_one_versioned_document(capsys: pytest.CaptureFixture
     assert "predictions" not in document
     print_report(PREDICTED, "json", None)
     document = json.loads(capsys.readouterr().out)
-    assert document["predictions"] == [{"file": "a, b.png", "class_name": "cat", "probability": 0.75}]
+    assert document["predictions"] == [
+        {"file": "a, b.png", "class_name": "cat", "probability": 0.75, "answered_by": "server"}
+    ]
     assert document["accuracy"] == 0.5
 
 
@@ -125,7 +128,7 @@ def test_the_csv_report_reads_back() -> None:
     (row,) = csv.DictReader(io.StringIO(to_csv(REPORT)))
     assert (row["images"], row["energy_j"], row["label_mode"]) == ("2", "", "permuted-label")
     (row,) = csv.DictReader(io.StringIO(to_csv(PREDICTED)))
-    assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000"}
+    assert row == {"file": "a, b.png", "class": "cat", "probability": "0.750000", "answered_by": "server"}
 
 
 def test_joules_come_with_their_bound_and_with_what_they_are_those_of() -> None:
@@ -163,6 +166,18 @@ def test_the_table_says_what_is_unknown() -> None:
     table = to_table(PREDICTED)
     assert "unknown: rapl: none here" in table and "cat/x.png: is empty" in table and "a, b.png" in table
     assert "0 J" not in table and "\x1b" not in table
+
+
+def test_the_table_says_who_answered_and_how_good_answers_alone_are() -> None:
+    alone = LocalFigures(25, 5, 0.48, 25, Compared(400, 0.83, 0.555))
+    given = (Prediction("a.png", "cat", 0.75), Prediction("b.png", "dog", 0.5, "local"))
+    table = to_table(replace(PREDICTED, predictions=given, local=alone, link_down="no network"))
+    assert "50.0% of the answers below" in table and "no network" in table
+    assert "48.0% of 25 left out, from 25 images of 5 classes" in table
+    assert "last compared on 400 new images: server 83.0%, alone 55.5%" in table
+    assert "server  cat" in table and "local   dog" in table
+    assert "accuracy unknown" in to_table(replace(REPORT, local=LocalFigures(3, 3)))
+    assert "no: no head" in to_table(replace(REPORT, local=LocalFigures(reason="no head")))
 
 
 def test_the_report_can_go_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

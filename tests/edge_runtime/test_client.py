@@ -15,9 +15,10 @@ from websockets.frames import Close
 
 from contract.errors import RefusedError, RemoteProtocolError
 from edge_runtime import client as client_module
-from edge_runtime.client import CLOSED_AS_REPLACED, Client, Endpoint, wake
+from edge_runtime.client import CLOSED_AS_REPLACED, Client, wake
 from edge_runtime.conduct import Conduct, Outcome
 from edge_runtime.delivery import Delivery
+from edge_runtime.dialling import Endpoint
 from edge_runtime.reconnect import Backoff
 from tests.edge_runtime.fake_package import write_device, write_images, write_package
 from tests.edge_runtime.line import Line

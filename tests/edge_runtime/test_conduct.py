@@ -14,9 +14,10 @@ import pytest
 from contract.canonical import to_json
 from contract.errors import AuthError, DataError, DeviceError, RefusedError, RemoteProtocolError
 from contract.keyed_noise import class_list_hash, permutation
-from contract.messages import Ask, Bye, Features, Message, Refuse, Scores
+from contract.messages import Ask, Bye, Features, Heartbeat, Message, Offer, Refuse, Scores
 from contract.tokens import SentRule, augment, dequantize, kept_patches, wire_steps
 from edge_runtime import pipeline
+from edge_runtime.conduct import Conduct, Offers
 from edge_runtime.delivery import DeliveryLimits, is_outdated, is_quick, read_note
 from edge_runtime.predictions import accuracy, predict
 from tests.edge_runtime.fake_package import LAYOUT, Package, write_device, write_images, write_package
@@ -546,3 +547,24 @@ def test_a_server_that_lost_what_it_acknowledged_gets_it_again(tmp_path: Path, p
     for key, batch in again.server.stored.items():
         assert (batch.codes == held[key].codes).all()
     again.close()
+
+
+def test_an_offer_is_taken_when_there_is_nothing_to_do_and_not_before(
+    tmp_path: Path, package: Package, images: Path
+) -> None:
+    """What a device leaves for it goes on afterwards, as after a restart."""
+    line = Line(tmp_path, write_device(tmp_path, package, images), package)
+    offers = Offers()
+    line.conduct = Conduct(line.equipment.identity, line.equipment.terms, "adapt", line.spool, None, offers)
+    line.server.on_open = lambda server: (
+        server.session.send(Offer("ab" * 32, 2, 1000, False)), server.ask_features()
+    )  # fmt: skip
+    line.run(lambda: line.server.images == 12 and line.spool.acknowledged + 1 == line.spool.next_seq)
+    assert line.server.hello is not None and line.server.hello.features == ("updates",) and offers.heard
+    idle, busy = Heartbeat(1, False, "an ask", 9.0), Heartbeat(1, True, "", 0.0)
+    line.conduct.tick(20.0, busy)
+    line.conduct.tick(24.0, idle)
+    assert line.conduct.outcome is None
+    line.conduct.tick(25.5, idle)
+    assert line.conduct.outcome is not None and line.conduct.outcome.reason == "update"
+    line.close()

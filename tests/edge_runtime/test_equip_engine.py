@@ -29,7 +29,7 @@ from edge_runtime.pipeline import Frontend
 from edge_runtime.plans.child import Outcome, Request
 from edge_runtime.profiling.frontends import Images, frontends, verify
 from edge_runtime.report import to_table
-from edge_runtime.run import Talk, make_report
+from edge_runtime.run_report import Talk, make_report
 from edge_runtime.throttle import SlowdownWatch
 from tests.edge_runtime import fake_package
 from tests.edge_runtime.fake_package import IMAGE, PUBLISHER, SIZE

@@ -25,6 +25,7 @@ SERVICE = Service(
     ("/usr/bin/edge-run", "--config", "/etc/cutlayer/my edge.toml"),
     Path("/etc/cutlayer/device.key"),
     Path("/etc/cutlayer/site.secret"),
+    Path("/etc/cutlayer/tls.key"),
     (Path("/srv/images"),),
     None,
 )
@@ -62,7 +63,8 @@ def test_secrets_come_as_credentials_and_words_are_quoted() -> None:
     start = next(line for line in text.splitlines() if line.startswith("ExecStart="))
     assert start == (
         'ExecStart=/usr/bin/edge-run --config "/etc/cutlayer/my edge.toml" --key ${CREDENTIALS_DIRECTORY}/device.key '
-        "--site-secret ${CREDENTIALS_DIRECTORY}/site.secret --state ${STATE_DIRECTORY}"
+        "--site-secret ${CREDENTIALS_DIRECTORY}/site.secret --certificate-key ${CREDENTIALS_DIRECTORY}/tls.key "
+        "--state ${STATE_DIRECTORY}"
     )
     assert "DynamicUser=yes" in text and "PrivateDevices=yes" in text and "ProtectHome=yes" in text
     other = unit_text(

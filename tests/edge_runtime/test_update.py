@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from contract.console import run_command
-from contract.errors import EngineError, PackageError, RollbackError, SignatureError
+from contract.errors import DataError, EngineError, PackageError, RollbackError, SignatureError
 from contract.signature import key_id, save_public
 from edge_runtime import cli
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import current_name, install, quarantined
-from edge_runtime.update import Trial, Updated, go_back, update
+from edge_runtime.update import Cost, Trial, Updated, go_back, put, update
 from tests.edge_runtime.fake_package import PUBLISHER, Package, write_images, write_package
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 TRUSTED = {key_id(PUBLISHER.public_key()): PUBLISHER.public_key()}
 
 
@@ -36,10 +37,12 @@ class Device:
         self.first = write_package(root / "v1")
         install(self.first.folder, self.packages, TRUSTED, open_fake, print)
 
-    def update(self, package: Package, opener: Callable[[Path], Engine] = open_fake, **changes: float) -> Updated:
+    def update(
+        self, package: Package, opener: Callable[[Path], Engine] = open_fake, slot: str = "current", **changes: float
+    ) -> Updated:
         trial = Trial(**{"images": 6, "slower": 20.0, **changes})  # type: ignore[arg-type]
         now = lambda: None  # noqa: E731
-        return update(package.folder, self.packages, TRUSTED, opener, self.data, trial, now, print)
+        return update(package.folder, self.packages, TRUSTED, opener, self.data, trial, now, print, slot)
 
     @property
     def current(self) -> str | None:
@@ -61,7 +64,8 @@ def test_a_good_update_becomes_current_and_the_one_before_stays(device: Device) 
     installed = install(device.packages / "current", device.packages, TRUSTED, open_fake, print)  # as a run does
     assert installed.digest == second.digest
     assert current_name(device.packages, "previous") == device.first.digest.hex()
-    assert go_back(device.packages, "it is worse") == device.first.digest.hex() == device.current
+    assert go_back(device.packages, "it is worse") == (device.first.digest.hex(), second.digest.hex())
+    assert device.current == device.first.digest.hex()
     assert install(device.packages / "current", device.packages, TRUSTED, open_fake, print).manifest.version == 1
     with pytest.raises(PackageError, match="it is worse"):
         device.update(second)
@@ -128,9 +132,51 @@ def test_a_package_that_stops_the_device_is_found_out_by_the_third_call(device: 
     for _ in range(2):
         with pytest.raises(Stopped):
             device.update(deadly, power_cut)
+        install(device.packages / "current", device.packages, TRUSTED, open_fake, print)  # a run still starts
     with pytest.raises(PackageError, match="stopped 2 times"):
         device.update(deadly)
     assert device.current == device.first.digest.hex()
+
+
+def test_a_package_that_could_not_be_tried_bars_nothing_and_is_not_banned(device: Device) -> None:
+    second = write_package(device.root / "v2", version=2)
+    pictures, device.data = device.data, write_images(device.root / "none", {"a": 0})
+    for _ in range(3):
+        with pytest.raises(DataError, match="must hold images"):
+            device.update(second)
+    install(device.packages / "current", device.packages, TRUSTED, open_fake, print)
+    device.data = pictures
+    assert device.update(second).version == 2
+
+
+def test_parts_never_take_a_frontend_s_place(device: Device) -> None:
+    training = (GOLDEN / "training_1.json").read_bytes()
+    parts = write_package(device.root / "v2", version=2, cuts=(), contents={"training.json": training})
+    with pytest.raises(PackageError, match="holds parts that devices train, and tiny, which is current, a frontend"):
+        device.update(parts)
+    assert device.current == device.first.digest.hex() and quarantined(device.packages) == {}
+
+
+def test_a_package_that_is_ready_waits_and_bars_nothing(device: Device) -> None:
+    """It is current only once it is asked for; another that comes first takes its place."""
+    second, third = (write_package(device.root / f"v{number}", version=number) for number in (2, 3))
+    for package in (second, third):
+        device.update(package, slot="ready")
+        assert device.current == device.first.digest.hex()
+        assert current_name(device.packages, "ready") == package.digest.hex()
+        install(device.packages / "current", device.packages, TRUSTED, open_fake, print)  # version 1 still runs
+    assert not (device.packages / second.digest.hex()).exists()
+    put(device.packages, third.digest.hex(), "current")
+    assert (device.current, current_name(device.packages, "ready")) == (third.digest.hex(), None)
+    with pytest.raises(RollbackError):
+        device.update(second)
+    assert go_back(device.packages, "worse") == (device.first.digest.hex(), third.digest.hex())
+
+
+def test_a_passing_slowness_bans_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([5.0, 1.0, 1.2, 1.0])  # seconds of new, old, new, old
+    monkeypatch.setattr("edge_runtime.update.measure", lambda *words: Cost(next(told), None))
+    assert device.update(write_package(device.root / "v2", version=2), slower=1.5).slower == 1.2
 
 
 def test_energy_counts_where_a_meter_tells(device: Device) -> None:
@@ -162,6 +208,7 @@ def test_the_command(device: Device, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "version 2" in capsys.readouterr().err
     assert call(*words, str(first)) == 4
     assert call("--state", str(state), "--back") == 0
+    assert "not tried again on this device" in capsys.readouterr().err
     assert call("--state", str(state), "--back") == 4
     assert call("--state", str(state)) == 2
     assert len(json.loads((state / "packages" / "quarantine.json").read_text())) == 1

@@ -45,7 +45,6 @@ def exported(family: str) -> tuple[bytes, bytes, int]:
     return plain.SerializeToString(), int8.SerializeToString(), pairs
 
 
-@pytest.mark.slow
 @needs_tensorrt_rtx
 @pytest.mark.parametrize("family", ["vit", "swin", "resnet", "vgg"])
 def test_both_plans_of_every_family_are_built_in_float_and_int8(family: str, tmp_path: Path) -> None:

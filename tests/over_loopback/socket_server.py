@@ -60,14 +60,16 @@ def certificate_digest(path: Path) -> bytes:
 class SocketServer:
     """Runs a MemoryServer on a port of this machine, on a thread of its own, one connection at a time."""
 
-    def __init__(self, certificate: tuple[Path, Path] | None = None, port: int = 0) -> None:
+    def __init__(
+        self, certificate: tuple[Path, Path] | None = None, port: int = 0, client_ca: Path | None = None
+    ) -> None:
         self.memory: MemoryServer | None = None
         self.connections = 0
         self.closed_after: Callable[[int], bool] = lambda frames: False  # cut a connection after so many frames
         self.close_code: int | None = None  # cut with this instead of an abort
         self._certificate = certificate
         self._ready = threading.Event()
-        self._port = port
+        self._port, self._client_ca = port, client_ca
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     @property
@@ -89,6 +91,10 @@ class SocketServer:
         if self._certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*self._certificate)
+            if self._client_ca is not None:
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.verify_flags |= ssl.VERIFY_X509_STRICT
         async with serve(self._talk, "127.0.0.1", self._port, ssl=context, compression=None, close_timeout=1) as server:
             self._port = next(iter(server.sockets)).getsockname()[1]
             self._ready.set()

@@ -15,13 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from contract.canonical import encode, to_json
 from contract.console import run_command
+from contract.exposition import to_text
 from contract.messages import Bye, Heartbeat, Message, Refuse, Welcome
 from contract.signature import load_public
+from edge_runtime.allowance import Allowance, Record
 from edge_runtime.cli import edge_run, parser
 from edge_runtime.config import FIELDS, DeviceConfig
 from edge_runtime.meters import probe
 from edge_runtime.meters.modelled import open_modelled
+from edge_runtime.standing import Link, Standing, families, in_words
+from edge_runtime.status_file import read_status
 from tests.edge_runtime.fake_package import Package, write_device, write_images, write_package
 from tests.edge_runtime.memory_server import MemoryServer
 from tests.over_loopback.socket_server import SocketServer, certificate_digest, write_certificate
@@ -126,7 +131,7 @@ def test_a_whole_run_over_tls_reports_what_it_did(tmp_path: Path, package: Packa
     assert payload < report["bytes_on_wire"] == sum(map(len, server.memory.wire))
     assert report["bytes_received"] > 0 and report["connections"] == server.connections
     assert report["round_trips"] == 1  # one ask for all features
-    assert set(report["stages_s"]) == {"extract", "retrieve", "upload"}
+    assert set(report["stages_s"]) == {"extract", "learn", "retrieve", "upload"}
     assert report["energy_j"] is not None or report["energy_reason"]
     assert report["engine"] == "fake 1" and 0.0 < report["codes_changed"] < 1.0
     assert report["peak_rss_mb"] > 1
@@ -145,7 +150,7 @@ def test_energy_is_in_the_device_s_own_report_and_nowhere_else(
     assert report["energy_scope"].startswith("modelled: model of this device's configuration")
     assert report["energy_reason"] == "modelled, not measured"
     energies_j, bounds_j = report["stages_energy_j"], report["stages_energy_bound_j"]
-    assert set(energies_j) == set(bounds_j) == {"extract", "retrieve", "upload"}
+    assert set(energies_j) == set(bounds_j) == {"extract", "learn", "retrieve", "upload"}
     for name, seconds in report["stages_s"].items():
         assert bounds_j[name] >= energies_j[name] / 2
         assert (
@@ -206,7 +211,7 @@ def test_predictions_come_as_csv(tmp_path: Path, package: Package, images: Path,
     done = run(config, "--infer", "--format", "csv", "-o", str(tmp_path / "predictions.csv"))
     assert done.code == 0 and done.stdout == "", done.stderr
     lines = (tmp_path / "predictions.csv").read_text().splitlines()
-    assert lines[0] == "file,class,probability" and len(lines) == 21
+    assert lines[0] == "file,class,probability,answered_by" and len(lines) == 21
     assert lines[1].startswith("Zebra/Zebra_0.png,")
 
 
@@ -406,3 +411,50 @@ def test_kill_9_at_any_moment_loses_nothing_and_counts_once(tmp_path: Path, plai
     assert done.code == 0, done.stderr
     assert (plain.memory.images, plain.memory.copies) == (600, 0)
     assert not list((tmp_path / "state" / "features").iterdir())
+
+
+def test_a_spent_budget_of_bytes_is_waited_out_and_nothing_is_lost(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first day has bytes for a handshake, the next one for everything."""
+    clock = datetime(2026, 11, 29, 12, tzinfo=timezone.utc)
+
+    class Tight(Allowance):
+        def in_words(self) -> tuple[str, str]:
+            nonlocal clock
+            assert self.is_spent
+            words = super().in_words()
+            clock, self.limit_bytes = clock + timedelta(days=1), 1_000_000
+            return words
+
+    def tight(*words: object) -> Allowance:
+        return Tight(11_000, None, lambda record: None, lambda: clock, time.monotonic, clock)
+
+    monkeypatch.setattr("edge_runtime.run.open_allowance", tight)
+    config = write_device(tmp_path, package, images, plain.url, max_mb_per_day=1.0)
+    plain.memory = memory_server(tmp_path, package)
+    heard: list[Message] = []
+    complete = plain.memory.on_message
+    plain.memory.on_message = lambda server, message: (heard.append(message), complete(server, message))  # type: ignore[func-returns-value]
+    done = run(config, "--format", "json")
+    assert done.code == 0, done.stderr
+    assert "the 0.011 MB of this day are spent: disconnected until 00:00 UTC" in done.stderr
+    assert plain.connections == 2 and plain.memory.images == 20
+    assert [message.reason for message in heard if isinstance(message, Bye)][0] == "budget"
+    status = read_status(config.state)
+    assert status["run"]["budget_bytes"] == 1_000_000 and status["run"]["budget_spent_bytes"] > 9000
+    assert "budget    0.01 of 1 MB of this day" in in_words(status)
+    assert "cutlayer_device_budget_spent_bytes" in to_text(
+        families(Standing(**{**status["run"], "link": Link(True, 0.0)}))
+    )
+
+
+def test_a_spent_budget_ends_a_single_attempt(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer, run: Run
+) -> None:
+    config = write_device(tmp_path, package, images, plain.url, max_mb_per_day=0.1)
+    config.state.mkdir()
+    now = datetime.now(timezone.utc)
+    (config.state / "traffic.json").write_bytes(to_json(encode(Record(f"{now:%Y-%m-%d}", 100_000, 60.0))))
+    done = run(config, "--once")
+    assert done.code == 8 and "are spent" in done.stderr and plain.connections == 0

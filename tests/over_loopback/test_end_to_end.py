@@ -50,13 +50,20 @@ def test_a_site_adapts_and_predicts(deployment: Deployment, device_bin: Path, mo
     with deployment.server("--epochs", EPOCHS, "--label-mode", mode):
         reports = deployment.run_devices("--label-mode", mode)
         answers = deployment.run_devices("--label-mode", mode, "--infer", data="test")
+    alone = deployment.start_device(DEVICES[0], "--label-mode", mode, "--infer", "--once", data="test")
+    answers.append(deployment.report_of(DEVICES[0], alone))
+    assert [{each["answered_by"] for each in answer["predictions"]} for answer in answers] == [
+        {"server"}, {"server"}, {"local"},
+    ]  # fmt: skip
     for report in reports:
+        assert report["local"]["images"] == report["local"]["held_out_images"] == 12
         assert report["outcome"] == ("collected" if mode == "permuted-label" else "done")
         assert report["images"] == 4 * len(PRIVATE_CLASSES) and report["int8_layers"] == 8
         assert mode != "permuted-label" or report["bytes_per_image"] == TOKENS * DIM + 2 * PATCHES
     for answer in answers:
         assert len(answer["predictions"]) == answer["images"] == 5 * len(PRIVATE_CLASSES)
         assert answer["accuracy"] > 1.5 / len(PRIVATE_CLASSES)
+        assert answer["local"]["compared"]["local"] > 1.5 / len(PRIVATE_CLASSES)
     assert uploaded_samples(deployment.root) == [(device, 12) for device in DEVICES]
 
 

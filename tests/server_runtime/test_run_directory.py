@@ -181,6 +181,26 @@ def test_what_is_recorded_again_after_a_stop_stands_once(tmp_path: Path) -> None
     assert {line["site"] for line in again.metrics()} == {"farm"}
 
 
+def test_a_checkpoint_counts_the_lines_without_reading_a_long_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for epoch in (1, 2):
+        RunDirectory(tmp_path).record({"site": "clinic", "epoch": epoch})
+    directory = RunDirectory(tmp_path)
+    directory.record({"site": "farm", "epoch": 1})
+    directory.record({"site": "clinic", "epoch": 3})
+    monkeypatch.setattr(directory, "metrics", lambda: pytest.fail("the whole file was read for a checkpoint"))
+    directory.keep("clinic", state(3), ended=False)
+    monkeypatch.undo()
+    directory.record({"site": "clinic", "epoch": 4})
+    directory.rewind("clinic", lambda found: True)
+    assert [line["epoch"] for line in directory.metrics()] == [1, 2, 1, 3]
+    directory.keep("clinic", state(3), ended=False)  # as many lines as before
+    directory.record({"site": "clinic", "epoch": 4})
+    RunDirectory(tmp_path).resume("clinic")
+    assert [line["epoch"] for line in directory.metrics()] == [1, 2, 1, 3]
+
+
 def test_metrics_append_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     said: list[str] = []
     RunDirectory(tmp_path).record({"site": "clinic", "epoch": 1, "loss": None})

@@ -141,6 +141,9 @@ def test_numbers_and_texts_survive_the_file(tmp_path: Path) -> None:
         ({"epochs": 10**9}, "epochs must be 1 to"),
         ({"alone": 10**9}, "alone must be 0 to"),
         ({"quorum": 1}, "quorum must be at most the 0 enrolled devices"),
+        ({"average_into": "nothing"}, "average_into must be one of server, copy"),
+        ({"norms": "guessed"}, "norms must be one of averaged, public"),
+        ({"norms": "public"}, "norms are to take their statistics from public images, and there are none"),
     ],
 )
 def test_a_plan_that_cannot_be_trained_names_its_setting(change: dict[str, object], named: str) -> None:

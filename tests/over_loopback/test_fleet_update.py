@@ -1,0 +1,334 @@
+"""An update of the fleet over TLS: canaries first, what is bad stays with them, and a bad line loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from contract.console import run_command
+from contract.messages import Fetch, Offer, Piece
+from contract.signature import generate, key_id
+from contract.tokens import SentRule
+from edge_runtime import fetching, taking, visit
+from edge_runtime.config import DeviceConfig
+from edge_runtime.install import current_name, install, quarantined
+from edge_runtime.taking import Taken, take, takes_packages
+from edge_runtime.update import Trial
+from server_runtime import cli, offers
+from server_runtime.status import in_words
+from tests.edge_runtime.fake_package import PUBLISHER, Package, fake_model, write_device, write_images, write_package
+from tests.edge_runtime.test_update import TRUSTED, open_fake
+from tests.over_loopback.test_server_connections import Bench, on_server
+from tests.server_runtime.scripted_device import Refused
+
+NAMES = ("nano-1", "nano-2", "nano-3")
+
+
+@dataclass
+class Fleet:
+    """Three devices with version 1 current, and the server that they know."""
+
+    root: Path
+    bench: Bench | None = None
+
+    def __post_init__(self) -> None:
+        self.first = write_package(self.root / "v1")
+        self.data = write_images(self.root / "images", {"a": 3, "b": 3})
+        for name in NAMES:
+            self.config(name)
+            packages = self.state(name) / "packages"
+            packages.mkdir(parents=True)
+            install(self.first.folder, packages, TRUSTED, open_fake, print)
+            site = self.root / "roster" / "clinic"
+            site.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.root / name / "device.pub", site / f"{name}.pub")
+
+    def state(self, name: str) -> Path:
+        return self.root / name / "state"
+
+    def config(self, name: str) -> DeviceConfig:
+        engine = str(self.state(name) / "packages" / "current" / "front.fake")
+        url, ca = ("wss://127.0.0.1:1", None) if self.bench is None else (self.bench.url, self.bench.certificate)
+        return write_device(self.root / name, self.first, self.data, url, name=name, ca=ca, engine=engine)
+
+    async def take(self, name: str) -> Taken:
+        self.said: list[str] = []
+        return await take(self.config(name), self.said.append)
+
+    def link(self, name: str, link: str = "current") -> str | None:
+        return current_name(self.state(name) / "packages", link)
+
+    async def offer(self, package: Package, *more: str, code: int = 0) -> None:
+        """What the operator types; a running server has taken it up when this returns."""
+        assert self.bench is not None
+        fleet = self.bench.server._fleet
+        words = ["update", "--roster", str(self.root / "roster"), *more]
+        words += [] if "--stop" in more else ["--package", str(package.folder)]
+        words += [] if {"--devices", "--stop"} & set(more) else ["--devices", ",".join(NAMES)]
+        assert run_command(lambda: cli.main(words)) == code
+        while code == 0 and fleet._version != offers.Box(self.root / "roster").version():
+            await asyncio.sleep(0.02)
+
+    @property
+    def told(self) -> dict[str, str | None]:
+        assert self.bench is not None
+        return {each.device: each.update for each in self.bench.server._standing().devices if each.device in NAMES}
+
+
+def run(story: Callable[[Fleet], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    fleet = Fleet(tmp_path)
+    monkeypatch.setitem(on_server.__globals__, "LIMIT_S", 120.0)  # many steps, and this machine may be busy
+    monkeypatch.setattr(taking, "Trial", partial(Trial, images=4, slower=10.0))
+
+    async def on_bench(bench: Bench) -> None:
+        fleet.bench = bench
+        bench.server._limits = replace(bench.server._limits, tick_s=0.05)
+        await story(fleet)
+
+    on_server(on_bench, tmp_path, monkeypatch)
+    return fleet
+
+
+def test_a_good_update_reaches_all_and_is_current_once_a_run_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        second = write_package(fleet.root / "v2", version=2, seed=1)
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        await fleet.offer(second)
+        assert await fleet.take("nano-2") == Taken.READY  # whoever comes first is the canary
+        assert fleet.link("nano-2") == fleet.first.digest.hex() and fleet.link("nano-2", "ready") == second.digest.hex()
+        assert fleet.told == {"nano-1": "waits", "nano-2": "ok", "nano-3": "waits"}
+        for name in ("nano-1", "nano-3"):
+            assert await fleet.take(name) == Taken.READY
+        assert set(fleet.told.values()) == {"ok"}
+        assert fleet.bench is not None
+        document = fleet.bench.server._standing().document()
+        assert document["update"]["phase"] == "complete"
+        assert "update    tiny version 2" in in_words({**document, "state": "running"})
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert not list((fleet.state("nano-1") / "fetched").iterdir())
+        # The server is started again with a backend that was made for it.
+        job = fleet.bench.server._job
+        fleet.bench.server._job = replace(job, terms=replace(job.terms, package_digest=second.digest.hex()))
+        assert await fleet.take("nano-1") == Taken.SWITCHED
+        assert (fleet.link("nano-1"), fleet.link("nano-1", "ready")) == (second.digest.hex(), None)
+        assert fleet.link("nano-1", "previous") == fleet.first.digest.hex()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_what_comes_by_itself_never_protects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        rules = fleet.first.manifest.transforms
+        cut = replace(fleet.first.manifest.cuts[0], index=2, sent=SentRule("checkerboard"))
+        weaker = [
+            write_package(fleet.root / "v2", version=2, transforms=replace(rules, kappa=0.5)),
+            write_package(fleet.root / "v3", version=3, transforms=replace(rules, weight_noise=False)),
+        ]
+        for package in weaker:
+            await fleet.offer(package)
+            assert await fleet.take("nano-1") == Taken.NOTHING
+            assert fleet.told["nano-1"] == "refused: weaker"
+        assert any("feature noise 0.5 in place of 1" in line or "weight noise 0" in line for line in fleet.said)
+        config = replace(fleet.config("nano-1"), kappa_floor=1.0, alpha=0.1)  # it has floors of its own
+        await fleet.offer(weaker[1])
+        assert await take(config, print) == Taken.READY
+        await fleet.offer(write_package(fleet.root / "v4", version=4, cuts=(cut,)))  # deeper: it may come
+        assert await fleet.take("nano-2") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def broken_golden(seed: int) -> dict[str, bytes]:
+    """Files of a frontend that computes something else than its golden vectors say."""
+    rng = np.random.default_rng(seed)
+    pixels, tokens = rng.integers(0, 256, (4, 16, 16, 3), dtype=np.uint8), rng.normal(size=(4, 5, 8))
+    golden = save({"pixels": pixels, "tokens": tokens.astype(np.float32)})
+    return {"front.onnx": fake_model()[0], "golden.safetensors": golden}
+
+
+def test_a_bad_frontend_is_rolled_back_on_the_canary_and_the_rest_never_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        bad = write_package(fleet.root / "v2", version=2, contents=broken_golden(0))
+        await fleet.offer(bad)
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told == {"nano-1": "rolled-back: parity", "nano-2": "left out", "nano-3": "left out"}
+        assert fleet.link("nano-1") == fleet.first.digest.hex() and fleet.link("nano-1", "ready") is None
+        assert bad.digest.hex() in quarantined(fleet.state("nano-1") / "packages")
+        for name in ("nano-2", "nano-3"):
+            assert await fleet.take(name) == Taken.NOTHING
+            assert not (fleet.state(name) / "fetched").exists()  # not a byte of it came here
+        assert fleet.bench is not None and any("stopped: a canary" in line for line in fleet.bench.said)
+        await fleet.offer(bad)  # again: the canary knows it, without fetching it
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "refused: quarantined"
+        slow = write_package(fleet.root / "v3", version=3, delay_s=0.1)
+        await fleet.offer(slow)
+        assert await fleet.take("nano-3") == Taken.NOTHING
+        assert fleet.told["nano-3"] == "rolled-back: slower" and await fleet.take("nano-2") == Taken.NOTHING
+        await fleet.offer(write_package(fleet.root / "v4", version=4))  # a better one is offered to all
+        assert [await fleet.take(name) for name in NAMES] == [Taken.READY] * 3
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_an_older_version_is_refused_by_the_command_and_by_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        third = write_package(fleet.root / "v3", version=3)
+        second = write_package(fleet.root / "v2", version=2)
+        packages = fleet.state("nano-1") / "packages"
+        install(third.folder, packages, TRUSTED, open_fake, print)
+        await fleet.offer(second)  # this server knows of no newer one
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "refused: older" and await fleet.take("nano-2") == Taken.NOTHING
+        await fleet.offer(third)
+        assert await fleet.take("nano-2") == Taken.READY
+        await fleet.offer(second, code=4)  # by now it does
+        await fleet.offer(third, "--stop")
+        assert await fleet.take("nano-3") == Taken.NOTHING
+        parts = write_package(
+            fleet.root / "v5", version=5, cuts=(),
+            contents={"training.json": (Path(__file__).parents[1] / "golden" / "training_1.json").read_bytes()},
+        )  # fmt: skip
+        await fleet.offer(parts, "--devices", "nano-3")
+        assert await fleet.take("nano-3") == Taken.NOTHING
+        assert fleet.told["nano-3"] == "refused: kind"
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_package_of_another_publisher_is_refused_before_its_files_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        stranger = generate()
+        monkeypatch.setattr("tests.edge_runtime.fake_package.PUBLISHER", stranger)
+        forged = write_package(fleet.root / "v2", version=2)
+        assert forged.manifest.signer == key_id(stranger.public_key()) != key_id(PUBLISHER.public_key())
+        await fleet.offer(forged)
+        asked: list[str] = []
+        monkeypatch.setattr(offers.Stock, "piece", _noting(asked))
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "refused: signature" and set(asked) == {"manifest.json", "manifest.sig"}
+
+    run(story, tmp_path, monkeypatch)
+
+
+def _noting(asked: list[str]) -> Callable[[offers.Stock, Fetch], object]:
+    piece = offers.Stock.piece
+
+    def noting(stock: offers.Stock, fetch: Fetch) -> object:
+        asked.append(fetch.file)
+        return piece(stock, fetch)
+
+    return noting
+
+
+def test_a_fetch_goes_on_where_the_line_broke_and_a_verdict_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        second = write_package(fleet.root / "v2", version=2, more={"large.bin": os.urandom(50_000)})
+        await fleet.offer(second)
+        monkeypatch.setattr(offers, "PIECE_BYTES", 4096)
+        asked: list[str] = []
+        monkeypatch.setattr(offers.Stock, "piece", _noting(asked))
+        put = fetching.Fetched.put
+
+        def cut(fetched: fetching.Fetched, piece: object, wanted: Fetch) -> None:
+            put(fetched, piece, wanted)  # type: ignore[arg-type]
+            if wanted.file == "large.bin" and wanted.offset > 20_000:
+                raise OSError("the line is cut")
+
+        monkeypatch.setattr(fetching.Fetched, "put", cut)
+        assert await fleet.take("nano-1") == Taken.FAILED
+        assert "no package was taken" in fleet.said[-1]
+        before = len(asked)
+        monkeypatch.setattr(fetching.Fetched, "put", put)
+
+        async def unheard(*words: object) -> int:
+            raise OSError("the line is cut again")
+
+        monkeypatch.setattr(visit._Talk, "tell", unheard)
+        assert await fleet.take("nano-1") == Taken.FAILED
+        assert 0 < len(asked) - before < 10 and fleet.link("nano-1", "ready") == second.digest.hex()
+        assert fleet.told["nano-1"] == "offered" and await fleet.take("nano-2") == Taken.LATER
+        monkeypatch.undo()
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "ok" and not (fleet.state("nano-1") / "verdict.json").exists()
+        assert await fleet.take("nano-2") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_stop_during_the_trial_is_none_that_the_package_caused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        await fleet.offer(write_package(fleet.root / "v2", version=2))
+        for _ in range(3):
+            begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            async def endless(begun: asyncio.Future[None] = begun) -> None:
+                begun.set_result(None)
+                await asyncio.Event().wait()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(taking, "in_worker", lambda work: endless())
+                taken = asyncio.create_task(fleet.take("nano-1"))
+                await begun
+                taken.cancel()
+                await asyncio.gather(taken, return_exceptions=True)
+        assert await fleet.take("nano-1") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_session_in_a_run_hears_of_an_offer_and_fetches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        assert fleet.bench is not None
+        taker = replace(fleet.bench.hello("pi"), features=("updates",))
+        async with fleet.bench.device(taker) as pi, fleet.bench.device(fleet.bench.hello("jetson")):
+            second = write_package(fleet.root / "v2", version=2)
+            await fleet.offer(second, "--devices", "pi,jetson")
+            offer = await pi.receive()
+            assert isinstance(offer, Offer) and offer.package == second.digest.hex() and offer.version == 2
+            standing = {each.device: each.update for each in fleet.bench.server._standing().devices}
+            assert (standing["pi"], standing["jetson"]) == ("offered", "waits")  # jetson said that it takes none
+            await pi.send(Fetch(second.digest.hex(), "front.onnx", 0))
+            with pytest.raises(Refused, match="expected work, found fetch"):
+                await pi.receive()
+        visitor = replace(taker, purpose="update", package_digest=fleet.first.digest.hex())
+        async with fleet.bench.device(visitor) as pi:
+            assert isinstance(await pi.receive(), Offer)
+            await pi.send(Fetch(second.digest.hex(), "manifest.json", 0))
+            assert isinstance(await pi.receive(), Piece)
+            (second.folder / "notes.txt").write_text("not a file of the package")
+            await pi.send(Fetch(second.digest.hex(), "notes.txt", 0))
+            with pytest.raises(Refused, match="no file of the package"):
+                await pi.receive()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_only_a_device_that_runs_what_is_current_takes_packages(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    assert takes_packages(fleet.config("nano-1"))
+    fixed = write_device(tmp_path / "nano-1", fleet.first, fleet.data, name="nano-1")
+    assert not takes_packages(fixed)
