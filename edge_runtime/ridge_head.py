@@ -52,7 +52,7 @@ def pool(tokens: NDArray[np.float16], layout: TokenLayout) -> NDArray[np.float16
 def fit(pooled: NDArray[np.float16], labels: Labels, class_count: int) -> FittedHead:
     """The head of images (n, p) with class numbers (n,); the same ones in the same order give the same head.
 
-    Time goes by n: six decompositions of matrices of up to (n, n), about 10 n^3 operations each.
+    Time goes by m, the smaller of n and p: six decompositions of (m, m) matrices, about 10 m^3 operations each.
     """
     x, targets = pooled.astype(np.float64), np.eye(class_count)[labels]  # (n, p), (n, C)
     part = parts_of(labels)
@@ -94,16 +94,20 @@ class Ridge:
         self._mean, spread = x.mean(axis=0), x.std(axis=0)
         floor = LEAST_SPREAD * max(float(spread.mean()), float(np.finfo(np.float32).tiny))
         self._scale = np.where(spread > floor, spread, np.inf) * np.sqrt(x.shape[1])
-        self._x = (x - self._mean) / self._scale
+        x = (x - self._mean) / self._scale
         self._offset = targets.mean(axis=0)
-        values, self._vectors = np.linalg.eigh(self._x @ self._x.T)
+        centred = targets - self._offset
+        if len(x) <= x.shape[1]:  # the smaller of the two matrices that have the same eigenvalues
+            values, vectors = np.linalg.eigh(x @ x.T)
+            self._axes, self._turned = x.T @ vectors, vectors.T @ centred  # (p, m) and (m, C)
+        else:
+            values, self._axes = np.linalg.eigh(x.T @ x)
+            self._turned = self._axes.T @ (x.T @ centred)
         self._values = np.maximum(values, 0.0)
-        self._turned = self._vectors.T @ (targets - self._offset)  # (n, C)
 
     def linear(self, penalty: float) -> tuple[Doubles, Doubles]:
         """(C, p) and (C,)"""
-        dual = self._vectors @ (self._turned / (self._values + penalty)[:, None])  # (n, C)
-        weight: Doubles = (self._x.T @ dual).T / self._scale
+        weight: Doubles = (self._axes @ (self._turned / (self._values + penalty)[:, None])).T / self._scale
         return weight, self._offset - weight @ self._mean
 
     def scores(self, x: Doubles, penalty: float) -> Doubles:

@@ -22,9 +22,10 @@ def clouds(
     return x.astype(np.float16), labels
 
 
-def test_it_is_the_minimum_of_the_penalised_squares() -> None:
+@pytest.mark.parametrize("count", [2, 6], ids=["more values than images", "more images than values"])
+def test_it_is_the_minimum_of_the_penalised_squares(count: int) -> None:
     """Against normal equations in the features' own space, the intercept without a penalty."""
-    x, labels = clouds(6, 2.0, seed=1)
+    x, labels = clouds(count, 2.0, seed=1)
     wide, targets, penalty = x.astype(np.float64), np.eye(4)[labels], 0.37
     spread = wide.std(axis=0) * np.sqrt(wide.shape[1])
     with_one = np.hstack([wide / spread, np.ones((len(wide), 1))])
