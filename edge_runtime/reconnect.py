@@ -75,8 +75,9 @@ def tls_alert(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        reason = getattr(error, "reason", None) or ""  # "TLSV1_ALERT_UNKNOWN_CA"
-        if isinstance(error, ssl.SSLError) and "ALERT_" in reason:
+        is_tls = isinstance(error, ssl.SSLError)
+        reason = (getattr(error, "reason", None) if is_tls else None) or ""  # "TLSV1_ALERT_UNKNOWN_CA"
+        if "ALERT_" in reason:
             return reason.split("ALERT_")[-1].replace("_", " ").lower()
         error = error.__cause__ or error.__context__
     return None

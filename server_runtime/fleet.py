@@ -42,14 +42,13 @@ class Fleet:
         version = self._box.version()
         if version == self._version:
             return
-        self._version = version
         try:
             rollout = await self._in_store(self._box.read)
             stock = None if rollout is None else await self._in_store(Stock, rollout.offered)
         except CutlayerError as error:
             self._say(f"warning: nothing is offered to the devices: {error.cause}\n  cure: {error.cure}")
             rollout = stock = None
-        self.rollout, self._stock = rollout, stock  # type: ignore[assignment]
+        self.rollout, self._stock, self._version = rollout, stock, version  # type: ignore[assignment]
         if self.rollout is not None:
             offered = self.rollout.offered
             self._say(f"offering {offered.name} version {offered.version} to {len(offered.devices)} devices")
