@@ -78,11 +78,11 @@ class Allowance:
     @property
     def is_spent(self) -> bool:
         """Whether not even a connection is left for today."""
-        self.look()
         return not self.allows(CONNECTION_BYTES)
 
     def allows(self, count: int) -> bool:
         """Whether a message of so many bytes may still be sent."""
+        self.look()
         return self._spent + _cost(count) <= self.limit_bytes
 
     def count(self, count: int) -> None:
@@ -109,7 +109,9 @@ class Allowance:
 
     def exhaust(self) -> None:
         """Something did not fit into what is left: the day is over for this device."""
-        self.count(0)
+        self.look()
+        if self._spent == 0:
+            return  # that day ended meanwhile
         self._spent = max(self._spent, self.limit_bytes)
         self._write(self._spent)
 

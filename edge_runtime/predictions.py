@@ -97,7 +97,16 @@ def answers_of(
 
 
 def name_files(answers: Mapping[bytes, Answer], dataset: Dataset) -> list[Prediction]:
-    """One prediction per good file, duplicates included, in the order of file names."""
+    """One prediction per good file, duplicates included, in the order of file names.
+
+    Raises: RemoteProtocolError where the server ended before it had answered all.
+    """
+    missing = sum(sample.sample_id not in answers for sample in dataset.samples)
+    if missing:
+        raise RemoteProtocolError(
+            f"the server let this device go, and has not answered {missing} of {len(dataset.samples)} images",
+            "look at the server's log, and predict again",
+        )
     of_file: dict[str, Prediction] = {}
     for sample in dataset.samples:
         answer = answers[sample.sample_id]

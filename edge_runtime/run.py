@@ -54,6 +54,7 @@ from edge_runtime.worker import Worker
 
 OTHER_PACKAGE = "package"  # the server's code for a device whose package is not its run's
 AGAIN_S, LATER_S = 600.0, 60.0  # until a call that failed is made again; until it may be this device's turn
+BEAT_S = 30.0
 T = TypeVar("T")
 STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
@@ -112,10 +113,19 @@ async def run_device(
                 raise refused
             wait_s = AGAIN_S if taken is Taken.FAILED else LATER_S
             say(f"{refused.cause}; asking again in {wait_s / 60:.0f} min")
-            await unless_stopped(asyncio.sleep(wait_s), signals)
+            await rest(wait_s, signals)
             if signals.asked.is_set():
                 return None
         offers = Offers(time.monotonic() + AGAIN_S if taken is Taken.FAILED else 0.0)
+
+
+async def rest(seconds: float, signals: StopSignals) -> None:
+    """Wait, or until a signal comes. A service manager hears that nothing is to be done, else it would end a hang."""
+    notifier, ends_s = Notifier(), time.monotonic() + seconds
+    while not signals.asked.is_set() and (left_s := ends_s - time.monotonic()) > 0.0:
+        notifier.tell("WATCHDOG=1")
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(signals.asked.wait(), min(BEAT_S, left_s))
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+REST_MOST_S = 86_400.0  # whatever the server says: it may not have a device powered down for years
 CHECK_S = 1.0  # a machine that slept must notice soon that its time is over: its timers did not go on meanwhile
 LATE_S = 60.0  # a command that takes so much longer than it was told is ended
 STDERR = 2
@@ -33,7 +34,8 @@ class Sleeper:
         self._command, self._say, self._clock = command, say, clock
 
     async def rest(self, seconds: float, stop: asyncio.Event) -> None:
-        """Returns after so many seconds, or when `stop` is set."""
+        """Returns after so many seconds, a day at most, or when `stop` is set."""
+        seconds = min(seconds, REST_MOST_S)
         ends_s = self._clock() + seconds
         if self._command and seconds >= 1.0:
             await self._run((*self._command, str(int(seconds))), ends_s, stop)

@@ -10,7 +10,6 @@ packages; --trust says whose. What the server hears is a word and the name of a 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import shutil
 import ssl
@@ -28,6 +27,7 @@ from contract.errors import (
     ConfigError,
     CutlayerError,
     DataError,
+    DeviceError,
     KindError,
     PackageError,
     ProtocolError,
@@ -36,10 +36,9 @@ from contract.errors import (
     TrialError,
     WeakerError,
 )
-from contract.manifest import MANIFEST_NAME, Cut, Manifest, digest, from_bytes
+from contract.manifest import LIMITS, MANIFEST_NAME, Manifest, digest, from_bytes
 from contract.messages import Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
-from contract.tokens import kept_patches
 from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
 from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
@@ -52,7 +51,9 @@ from edge_runtime.install import (
     READY,
     current_name,
     quarantined,
+    read_limited,
     refuse_other_kind,
+    refuse_quarantined,
     refuse_rollback,
 )
 from edge_runtime.meters import open_plug, probe, read_model
@@ -61,8 +62,9 @@ from edge_runtime.reconnect import BUILT, explain
 from edge_runtime.service import Notifier
 from edge_runtime.state import State, open_state, read_or_set_aside, write_durably
 from edge_runtime.threads import in_worker
-from edge_runtime.update import Trial, forget_attempt, put, update
+from edge_runtime.update import Trial, forget_attempt, put, update, waiting
 from edge_runtime.visit import Caller, visit
+from edge_runtime.weaker import refuse_weaker, refuse_weaker_parts
 
 VERDICT_FILE, FETCHED = "verdict.json", "fetched"
 VERDICT_BYTES = 4096
@@ -116,40 +118,6 @@ async def take(config: DeviceConfig, say: Callable[[str], None]) -> Taken:
         state.close()
 
 
-def refuse_weaker(manifest: Manifest, packages: Path, config: DeviceConfig) -> None:
-    """What comes by itself never lowers what protects the images; by hand, it is the operator's to decide.
-
-    Where this device's settings name its own least noise, the package's counts for nothing.
-    Raises: WeakerError.
-    """
-    try:
-        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
-    except (OSError, CutlayerError):
-        return
-    new, old = manifest.transforms, current.transforms
-    weaker = []
-    if config.kappa_floor is None and new.kappa < old.kappa:
-        weaker.append(f"feature noise {new.kappa:g} in place of {old.kappa:g}")
-    if config.alpha is None and (new.alpha < old.alpha or new.weight_noise < old.weight_noise):
-        weaker.append(f"weight noise {new.alpha if new.weight_noise else 0:g} in place of {old.alpha:g}")
-    for cut, before in zip(manifest.cuts[:1], current.cuts[:1], strict=False):
-        if cut.index * before.depth < before.index * cut.depth:
-            weaker.append(f"a cut after {cut.index} of {cut.depth} blocks in place of {before.index} of {before.depth}")
-        if _sent_share(cut) > _sent_share(before):
-            weaker.append(f"{_sent_share(cut):.0%} of the patches in place of {_sent_share(before):.0%}")
-        if cut.sent.prefix_share < before.sent.prefix_share:
-            weaker.append(f"{cut.sent.prefix_share:g} of the noise on the CLS token")
-    if weaker:
-        raise WeakerError(
-            f"package {manifest.name} version {manifest.version} protects the images less: {'; '.join(weaker)}",
-            "look at it, then take it by hand: edge-run update DIR",
-        )
-
-
-def _sent_share(cut: Cut) -> float:
-    return len(kept_patches(cut.tokens.grid, cut.sent.kept)) / math.prod(cut.tokens.grid)
-
-
 class _Taker:
     """One call."""
 
@@ -160,6 +128,7 @@ class _Taker:
         key, publisher = load_private(config.key), load_public(config.trust)
         self._trusted: Mapping[str, PublicKey] = {key_id(publisher): publisher}
         self._dog = Notifier()
+        self._offered = ""
         self._allowance = allowance
         self._caller = Caller(
             Endpoint(config.server, config.ca, BUILT, config.certificate, config.certificate_key),
@@ -175,13 +144,19 @@ class _Taker:
         except PackageError as error:  # the manifest that came is not let in
             self._say(f"the package that the server offers is refused: {error.cause}")
             verdict = Verdict(self._offered, "refused", _name_of(error))
+        except DeviceError as error:  # the disk is full: another may try it
+            if not self._offered:
+                raise
+            self._say(f"the package that the server offers cannot be taken: {error.cause}")
+            shutil.rmtree(self._state.root / FETCHED, ignore_errors=True)
+            verdict = Verdict(self._offered, "not-tried", "device")
         if told is not None:
             self._told()
         if verdict is not None:
             write_durably(self._path, to_json(encode(verdict)))
             done = await visit(self._caller, verdict, self._begin, self._on_bytes)
             self._told()
-        if current_name(self._state.packages, READY) == done.wanted:
+        if waiting(self._state.packages) == done.wanted and self._may_become_current(done.wanted):
             put(self._state.packages, done.wanted, CURRENT)
             self._say(f"package {done.wanted[:12]} is current: the server's run is made for it")
             return Taken.SWITCHED
@@ -213,15 +188,29 @@ class _Taker:
         """What is known of an offer already, or where its files go."""
         assert offer.package is not None
         self._offered, packages = offer.package, self._state.packages
-        if offer.package in (current_name(packages), current_name(packages, READY)):
+        if offer.package in (current_name(packages), waiting(packages)):
             return Verdict(offer.package, "ok", "")
         if offer.package in quarantined(packages):
             return Verdict(offer.package, "refused", "quarantined")
         self._say(f"fetching package version {offer.version} ({offer.package[:12]}, {offer.size_bytes / 1e6:.1f} MB)")
-        return Fetched(self._state.root / FETCHED, offer.package, self._trusted, self._admit)
+        admit = partial(self._admit, bytes.fromhex(offer.package))
+        return Fetched(self._state.root / FETCHED, offer.package, self._trusted, admit)
 
-    def _admit(self, manifest: Manifest) -> None:
-        refuse_rollback(manifest, bytes.fromhex(self._offered), self._state.packages)
+    def _may_become_current(self, name: str) -> bool:
+        """It was let in beside what was current then; another may be current now, or the settings others."""
+        packages = self._state.packages
+        try:
+            manifest = from_bytes(read_limited(packages / name / MANIFEST_NAME, LIMITS.size_bytes))
+            refuse_quarantined(bytes.fromhex(name), packages)
+            self._admit(bytes.fromhex(name), manifest)
+            refuse_weaker_parts(packages / name, packages)
+        except PackageError as error:
+            self._say(f"package {name[:12]} does not become current: {error.cause} ({error.cure})")
+            return False
+        return True
+
+    def _admit(self, package_digest: bytes, manifest: Manifest) -> None:
+        refuse_rollback(manifest, package_digest, self._state.packages)
         refuse_other_kind(manifest, self._state.packages)
         refuse_weaker(manifest, self._state.packages, self._config)
 
@@ -232,6 +221,7 @@ class _Taker:
         engine, threads = choose_package(config.engine).engine, config.threads or usable_cpus(allowed_affinity())
         meter = probe(plug=open_plug(config.plug, config.plug_account), model=read_model(config.power_model)).meter
         try:
+            refuse_weaker_parts(folder, packages)
             update(
                 folder, packages, self._trusted, lambda path: open_engine(engine, path, threads), config.data, Trial(),
                 lambda: meter.read(time.monotonic()).energy_j, self._say, READY, lambda: self._dog.tell("WATCHDOG=1"),

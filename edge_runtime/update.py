@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +27,15 @@ import numpy as np
 from contract.errors import (
     CutlayerError,
     DataError,
+    DeviceError,
     EngineError,
     PackageError,
     TrialError,
+    why,
 )
 from contract.image_folder import scan
 from contract.images import load_pixels, normalise, resize
-from contract.manifest import Manifest, digest, from_bytes
+from contract.manifest import MANIFEST_NAME, Manifest, digest, from_bytes
 from contract.signature import PublicKey
 from edge_runtime.engines import Engine
 from edge_runtime.install import (
@@ -132,36 +134,54 @@ def put(packages: Path, name: str, slot: str) -> None:
     """Make a package that is here the current one, and keep the one before; or the one that is ready.
 
     Another that was ready goes altogether: it was never current, so nothing is to stay above its version.
+    Raises: DeviceError when the disk refuses.
     """
     ready, current = current_name(packages, READY), current_name(packages)
-    if slot == CURRENT:
-        if current not in (None, name):
-            point(packages, PREVIOUS, str(current))
-        point(packages, CURRENT, name)
-    elif name != current:
-        point(packages, READY, name)
-    if ready is not None and ready == current_name(packages):
-        (packages / READY).unlink(missing_ok=True)
-    elif ready not in (None, name, current):
-        shutil.rmtree(packages / str(ready), ignore_errors=True)
+    with _disk(packages):
         if slot == CURRENT:
+            if current not in (None, name):
+                point(packages, PREVIOUS, str(current))
+            point(packages, CURRENT, name)
+        elif name != current:
+            point(packages, READY, name)
+        if ready is not None and ready == current_name(packages):
             (packages / READY).unlink(missing_ok=True)
-    shed_others(packages)
+        elif ready not in (None, name, current):
+            (packages / str(ready) / MANIFEST_NAME).unlink(missing_ok=True)  # first: half a package bars no version
+            shutil.rmtree(packages / str(ready), ignore_errors=True)
+            if slot == CURRENT:
+                (packages / READY).unlink(missing_ok=True)
+        shed_others(packages)
+
+
+def waiting(packages: Path) -> str | None:
+    """The package that is ready; None where there is none, or a power cut left its link alone."""
+    ready = current_name(packages, READY)
+    return ready if ready is not None and (packages / ready / MANIFEST_NAME).exists() else None
+
+
+@contextmanager
+def _disk(packages: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DeviceError(f"{packages} cannot be changed: {why(error, packages)}", "make room on the disk") from error
 
 
 def go_back(packages: Path, reason: str) -> tuple[str, str]:
     """Make the package before current again, and put the present one into quarantine; their folders' names, in that
     order.
 
-    Raises: PackageError where there is none.
+    Raises: PackageError where there is none; DeviceError when the disk refuses.
     """
     before, present = current_name(packages, PREVIOUS), current_name(packages)
-    if before is None or present is None:
+    if before is None or present is None or before == present:  # the same: a switch was cut short, and is none to ban
         raise PackageError("there is no package to go back to", "only edge-run update keeps the one before")
-    point(packages, CURRENT, before)
-    (packages / PREVIOUS).unlink(missing_ok=True)
-    _quarantine(packages, present, reason)
-    shed_others(packages)
+    with _disk(packages):
+        point(packages, CURRENT, before)
+        (packages / PREVIOUS).unlink(missing_ok=True)
+        _quarantine(packages, present, reason)
+        shed_others(packages)
     return before, present
 
 

@@ -88,8 +88,8 @@ class Hub(Protocol):
         """Scores were written out to the device."""
         ...
 
-    async def piece(self, fetch: Fetch) -> Piece:
-        """Bytes of a package that is offered. Raises: RefusedError."""
+    async def piece(self, connection: Connection, fetch: Fetch) -> Piece:
+        """Bytes of a package that is offered to this device. Raises: RefusedError."""
         ...
 
     async def judge(self, connection: Connection, verdict: Verdict) -> None:
@@ -279,7 +279,7 @@ class Connection:
         if refused is not None:
             raise refused
         if isinstance(message, Fetch):
-            self.say(await self._hub.piece(message))
+            self.say(await self._hub.piece(self, message))
         else:
             await self._hub.judge(self, message)
         self._session.stored(received.seq)

@@ -87,9 +87,9 @@ class Fleet:
             return nothing
         return Offer(offered.package, offered.version, offered.size_bytes, False)
 
-    async def piece(self, fetch: Fetch) -> Piece:
-        """What a device fetches. Raises: RefusedError."""
-        if self._stock is None:
+    async def piece(self, device: str, fetch: Fetch) -> Piece:
+        """What a device fetches that was offered it. Raises: RefusedError."""
+        if self._stock is None or self.rollout is None or not self.rollout.may_fetch(device):
             raise RefusedError("package: none is offered now", "nothing is to be done", "offer", 60.0)
         return await self._in_store(self._stock.piece, fetch)  # type: ignore[return-value]
 

@@ -26,7 +26,9 @@ def retake(module: nn.Module, images: torch.Tensor, device: torch.device) -> Non
     for each in norms:
         each.momentum, each.num_batches_tracked = None, torch.zeros_like(each.num_batches_tracked)  # the plain mean
     try:
-        module.train()
+        module.eval()  # what is drawn in training, as dropout is, belongs to no statistics
+        for each in norms:
+            each.train()
         for piece in images.tensor_split(-(-len(images) // AT_ONCE)):
             module(piece.to(device))
     finally:

@@ -71,6 +71,10 @@ class Rollout:
             return True
         return False
 
+    def may_fetch(self, device: str) -> bool:
+        """Whether it was offered the package."""
+        return device in self.canaries or device in self.others
+
     def waits(self, device: str) -> bool:
         """Whether this device's turn is still to come."""
         return device in self.offered.devices and device not in self.verdicts and self.phase != "stopped"

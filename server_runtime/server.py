@@ -302,9 +302,9 @@ class Server:
         values: dict[str, pipe.Value] = {"ask": ask, "batch": batch, "split": split, "complete": complete}
         await self._child.send(PipeFrame(pipe.STORED, site, device, values=values))
 
-    async def piece(self, fetch: Fetch) -> Piece:
-        """Bytes of the package that is offered. Raises: RefusedError."""
-        return await self._fleet.piece(fetch)
+    async def piece(self, connection: Connection, fetch: Fetch) -> Piece:
+        """Bytes of the package that is offered to a device. Raises: RefusedError."""
+        return await self._fleet.piece(connection.name, fetch)
 
     async def judge(self, connection: Connection, verdict: Verdict) -> None:
         """Keep what a device says of the package."""

@@ -86,11 +86,11 @@ def measure(path: Path, package: Path | None, seconds: float, every_s: float) ->
 
     Raises: DeviceError or TrainingError when a command ends by itself.
     """
-    root = path.parent
-    for old in ("runs", "state"):
-        shutil.rmtree(root / old, ignore_errors=True)
+    root = path.parent / "measured"  # of our own: what else is called runs or state there is not ours to delete
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
     if package is None:
-        package = root / "package"
+        package = path.parent / "package"
         if not package.exists():
             subprocess.run([sys.executable, "-m", "tests.make_package", str(package)], check=True)
     deployment = Deployment(package, root, front="parts")

@@ -157,3 +157,16 @@ def test_the_record_is_kept_in_the_state_directory(tmp_path: Path) -> None:
     (tmp_path / "traffic.json").write_bytes(b"{")
     torn = open_allowance(tmp_path, 1.0, FLOOR, said.append)
     assert torn is not None and torn.spent_bytes == 0 and "unreadable" in said[0]
+
+
+def test_a_day_that_ends_between_two_looks_does_not_cost_the_next_one() -> None:
+    """What is refused at 0:00 for the day before must not exhaust the day that begins."""
+    world = World()
+    assert world.send(900_000)
+    world.clock, world.running_s = world.clock + timedelta(hours=12), world.running_s + 12 * 3600  # nobody looked
+    assert world.allowance.allows(500_000)
+    world = World()
+    assert world.send(900_000) and not world.allowance.allows(500_000)
+    world.clock, world.running_s = world.clock + timedelta(hours=12), world.running_s + 12 * 3600
+    world.allowance.exhaust()  # after the goodbye, which took until midnight
+    assert world.allowance.spent_bytes == 0 and world.send(500_000)

@@ -8,7 +8,7 @@ import pytest
 from contract.errors import RemoteProtocolError
 from edge_runtime.data import Dataset, Duplicate, Sample
 from edge_runtime.head import new_head
-from edge_runtime.predictions import accuracy, logits_of, predict
+from edge_runtime.predictions import accuracy, answers_of, logits_of, name_files, predict
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -51,3 +51,10 @@ def test_the_own_head_turns_features_into_logits() -> None:
 def test_missing_scores_are_no_predictions() -> None:
     with pytest.raises(RemoteProtocolError, match="scores of 3 samples, found 1"):
         predict({0: np.zeros((1, 3), np.float32)}, dataset([0, 1, 2]), np.arange(3), None)
+
+
+def test_a_server_that_ends_before_it_answered_all_is_told_of_not_crashed_on() -> None:
+    shown = dataset([0, 1, 2])
+    answers = answers_of([(1, np.eye(3, dtype=np.float32)[:1])], shown, np.arange(3), None)
+    with pytest.raises(RemoteProtocolError, match="has not answered 2 of 3 images"):
+        name_files(answers, shown)

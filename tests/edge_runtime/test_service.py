@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -15,11 +16,12 @@ import pytest
 
 from contract.console import run_command, say
 from contract.errors import ConfigError
+from edge_runtime import run
 from edge_runtime.cli import edge_run_or_command
 from edge_runtime.commands.install_service import plan_service
 from edge_runtime.service import Notifier, Watchdog
 from edge_runtime.standing import Link, Standing
-from edge_runtime.unit import Service, quote, unit_text
+from edge_runtime.unit import WATCHDOG_S, Service, quote, unit_text
 
 SERVICE = Service(
     ("/usr/bin/edge-run", "--config", "/etc/cutlayer/my edge.toml"),
@@ -41,6 +43,25 @@ def test_a_watchdog_is_fed_by_work_or_by_having_none() -> None:
     assert not dog.is_fed(1, busy=True)  # it hangs in an image
     assert dog.is_fed(2, busy=True)
     assert dog.is_fed(2, busy=False)
+
+
+def test_waiting_to_ask_again_for_a_package_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the watchdog's patience: it is told meanwhile, and a signal ends the wait."""
+    assert run.AGAIN_S > WATCHDOG_S > 2 * run.BEAT_S
+    told: list[str] = []
+
+    class Signals:
+        asked = asyncio.Event()
+
+    def tell(notifier: Notifier, *states: str) -> None:
+        told.extend(states)
+        if len(told) == 3:
+            Signals.asked.set()
+
+    monkeypatch.setattr(Notifier, "tell", tell)
+    monkeypatch.setattr(run, "BEAT_S", 0.01)
+    asyncio.run(asyncio.wait_for(run.rest(3600.0, Signals()), 30.0))  # type: ignore[arg-type]
+    assert told == ["WATCHDOG=1"] * 3
 
 
 def test_systemd_hears_how_it_stands(tmp_path: Path) -> None:

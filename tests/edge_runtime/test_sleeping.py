@@ -51,6 +51,12 @@ def test_the_command_gets_whole_seconds_as_its_last_argument(tmp_path: Path) -> 
     assert (tmp_path / "told").read_text() == "4 -m mem -s 3600\n"
 
 
+def test_no_server_has_a_device_powered_down_for_longer_than_a_day(tmp_path: Path) -> None:
+    fake = script(tmp_path / "fake", f'echo "$1" > "{tmp_path}/told"')
+    assert rest(fake, 1e300, Clock(0.0, 86_401.0)) == []
+    assert (tmp_path / "told").read_text() == "86400\n"
+
+
 def test_a_command_that_comes_back_early_is_followed_by_waiting(tmp_path: Path) -> None:
     fake, began_s = script(tmp_path / "fake", "exit 0"), time.monotonic()
     assert rest(fake, 1.2) == []

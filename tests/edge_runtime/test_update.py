@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 
 from contract.console import run_command
-from contract.errors import DataError, EngineError, PackageError, RollbackError, SignatureError
+from contract.errors import DataError, DeviceError, EngineError, PackageError, RollbackError, SignatureError
 from contract.signature import key_id, save_public
 from edge_runtime import cli
 from edge_runtime.engines import Engine, open_engine
-from edge_runtime.install import current_name, install, quarantined
-from edge_runtime.update import Cost, Trial, Updated, go_back, put, update
+from edge_runtime.install import current_name, install, point, quarantined
+from edge_runtime.update import Cost, Trial, Updated, go_back, put, update, waiting
 from tests.edge_runtime.fake_package import PUBLISHER, Package, write_images, write_package
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -171,6 +172,45 @@ def test_a_package_that_is_ready_waits_and_bars_nothing(device: Device) -> None:
     with pytest.raises(RollbackError):
         device.update(second)
     assert go_back(device.packages, "worse") == (device.first.digest.hex(), third.digest.hex())
+
+
+def test_a_kill_between_the_two_links_of_a_switch_lets_nobody_ban_the_package_that_is_current(device: Device) -> None:
+    """`previous` points at what is current already, `current` does not point at the new one yet."""
+    point(device.packages, "previous", device.first.digest.hex())
+    with pytest.raises(PackageError, match="no package to go back to"):
+        go_back(device.packages, "worse")
+    assert quarantined(device.packages) == {} and device.current == device.first.digest.hex()
+
+
+def test_a_kill_while_a_waiting_package_is_thrown_away_leaves_nothing_that_waits_or_bars(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(folder: Path, ignore_errors: bool = False) -> None:
+        raise Killed
+
+    second, third = (write_package(device.root / f"v{number}", version=number) for number in (2, 3))
+    device.update(third, slot="ready")
+    by_hand = write_package(device.root / "other", version=1, seed=3, name="other")
+    install(by_hand.folder, device.packages, TRUSTED, open_fake, print)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("edge_runtime.update.shutil.rmtree", kill)
+        put(device.packages, device.first.digest.hex(), "current")
+    assert current_name(device.packages, "ready") == third.digest.hex() and waiting(device.packages) is None
+    install(second.folder, device.packages, TRUSTED, open_fake, print)  # below version 3, which was never current
+
+
+def test_a_full_disk_at_the_switch_is_said_to_be_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(packages: Path, link: str, name: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    second = write_package(device.root / "v2", version=2)
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match="cannot be changed: No space left"):
+        patch.setattr("edge_runtime.update.point", full)
+        device.update(second)
+    assert device.update(second).version == 2
 
 
 def test_a_passing_slowness_bans_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save
 
 from contract.console import run_command
+from contract.errors import DeviceError
 from contract.messages import Fetch, Offer, Piece
 from contract.signature import generate, key_id
 from contract.tokens import SentRule
@@ -145,6 +146,48 @@ def test_what_comes_by_itself_never_protects_less(tmp_path: Path, monkeypatch: p
         assert await take(config, print) == Taken.READY
         await fleet.offer(write_package(fleet.root / "v4", version=4, cuts=(cut,)))  # deeper: it may come
         assert await fleet.take("nano-2") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_package_that_waits_is_judged_again_before_a_server_makes_it_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server could undo what an operator installed since: the version, and the noise."""
+
+    async def story(fleet: Fleet) -> None:
+        assert fleet.bench is not None
+        weaker = replace(fleet.first.manifest.transforms, kappa=0.5)
+        second = write_package(fleet.root / "v2", version=2, transforms=weaker)
+        await fleet.offer(second)
+        floors = replace(fleet.config("nano-1"), kappa_floor=1.0, alpha=0.1)
+        assert await take(floors, print) == Taken.READY
+        job = fleet.bench.server._job
+        fleet.bench.server._job = replace(job, terms=replace(job.terms, package_digest=second.digest.hex()))
+        assert await fleet.take("nano-1") == Taken.NOTHING  # the floors are gone from its settings
+        assert "does not become current" in fleet.said[-1] and "feature noise 0.5" in fleet.said[-1]
+        third = write_package(fleet.root / "v3", version=3)
+        install(third.folder, fleet.state("nano-1") / "packages", TRUSTED, open_fake, print)  # by hand
+        said: list[str] = []
+        assert await take(floors, said.append) == Taken.NOTHING
+        assert "version 2 is older than the installed 3" in said[-1]
+        assert fleet.link("nano-1") == third.digest.hex()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_full_disk_makes_room_for_another_canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        await fleet.offer(write_package(fleet.root / "v2", version=2))
+
+        def full(fetched: fetching.Fetched, piece: object, wanted: Fetch) -> None:
+            raise DeviceError("the package cannot be kept: No space left on device", "make room on the disk")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fetching.Fetched, "put", full)
+            assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "not-tried: device" and not (fleet.state("nano-1") / "fetched").exists()
+        assert await fleet.take("nano-2") == Taken.READY  # the canary now
 
     run(story, tmp_path, monkeypatch)
 
@@ -323,6 +366,12 @@ def test_a_session_in_a_run_hears_of_an_offer_and_fetches_nothing(
             await pi.send(Fetch(second.digest.hex(), "notes.txt", 0))
             with pytest.raises(Refused, match="no file of the package"):
                 await pi.receive()
+        other = replace(fleet.bench.hello("jetson"), purpose="update", package_digest=fleet.first.digest.hex())
+        async with fleet.bench.device(other) as jetson:  # whose turn it is not
+            assert (await jetson.receive()) == Offer(None, 0, 0, True)
+            await jetson.send(Fetch(second.digest.hex(), "manifest.json", 0))
+            with pytest.raises(Refused, match="none is offered now"):
+                await jetson.receive()
 
     run(story, tmp_path, monkeypatch)
 

@@ -57,3 +57,12 @@ def test_a_net_without_norms_is_left_alone() -> None:
     before = copy.deepcopy(net.state_dict())
     retake(net, torch.zeros(4, 3), CPU)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+
+
+def test_what_is_dropped_at_random_in_training_does_not_change_the_statistics() -> None:
+    plain = made_net(0)
+    dropping = torch.nn.Sequential(torch.nn.Dropout(0.5), *copy.deepcopy(plain)).eval()
+    for net in (plain, dropping):
+        retake(net, images(64), CPU)
+    torch.testing.assert_close(dropping[2].running_mean, plain[1].running_mean)
+    torch.testing.assert_close(dropping[2].running_var, plain[1].running_var)

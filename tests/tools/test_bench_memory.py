@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the measurement runs a server")
 
+from tools import bench_memory
 from tools.bench_memory import read, summarise
 
 
@@ -48,3 +49,20 @@ def test_a_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> N
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps(sample(0.0, 5)) + "\n" + json.dumps(sample(10.0, 6))[:20])
     assert len(read(path)) == 1
+
+
+def test_runs_and_states_of_others_in_the_folder_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("runs", "state", "measured"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+
+    def stopped(package: Path, root: Path, front: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_memory, "Deployment", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench_memory.measure(tmp_path / "samples.jsonl", tmp_path, 1.0, 1.0)
+    assert (tmp_path / "runs" / "kept").exists() and (tmp_path / "state" / "kept").exists()
+    assert list((tmp_path / "measured").iterdir()) == []  # its own
