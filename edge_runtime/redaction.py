@@ -12,7 +12,8 @@ from typing import Any
 
 HIDDEN = "<hidden>"
 _PRIVATE = re.compile(
-    r"""(?<=skipped ).*?(?=: )|'[^']*'|"[^"]*"|wss?://\S+|\S*/\S*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]+\](?::\d+)?"""
+    r"""(?<=skipped ).*?(?=: )|'(?:\\.|[^'\\])*'|"[^"]*\""""
+    r"""|wss?://\S+|\S*/\S*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]+\](?::\d+)?"""
     r"""|\S+\.(?:png|jpe?g|bmp|gif|tiff?|webp|pem|key|pub|secret|toml|txt|local|lan|example|com|org|net|io)\b(?::\d+)?""",
     re.IGNORECASE,
 )

@@ -122,7 +122,7 @@ def update(
         raise TrialError(
             f"rolled back: {error.cause}", f"{error.cure}; the package before stays current", reason
         ) from error
-    except CutlayerError:  # it was not let in, or could not be tried: nothing is known of it
+    except (CutlayerError, KeyboardInterrupt):  # it was not let in, or could not be tried: nothing is known of it
         forget_attempt(packages)
         raise
     put(packages, staged.folder.name, slot)
@@ -307,5 +307,6 @@ def _note_attempt(packages: Path, name: str) -> None:
 
 
 def _quarantine(packages: Path, name: str, reason: str) -> None:
-    write_durably(packages / QUARANTINE, json.dumps({**quarantined(packages), name: reason[:300]}).encode())
+    if name != current_name(packages):  # which was tried again, and without which no run would start
+        write_durably(packages / QUARANTINE, json.dumps({**quarantined(packages), name: reason[:300]}).encode())
     (packages / ATTEMPT).unlink(missing_ok=True)

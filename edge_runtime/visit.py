@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from websockets.asyncio.client import ClientConnection
 
-from contract.errors import ProtocolError
+from contract.errors import ProtocolError, UnreachableError
 from contract.messages import (
     PROTOCOL,
     PROTOCOL_MIN,
@@ -68,7 +68,7 @@ async def visit(
     """Say `told`, if anything; fetch what is offered, unless `begin` knows already what is to be said of it.
 
     It returns once what was said is kept by the server. `on_bytes` is told what comes, and what goes before it does.
-    Raises: what `on_bytes` and a socket raises; RefusedError, AuthError, ProtocolError; as `Fetched.next` and `put`.
+    Raises: what `on_bytes` and a socket raises; as `_Talk.hear`, `Fetched.next` and `put`.
     """
     endpoint = caller.endpoint
     on_bytes(CONNECTION_BYTES)
@@ -127,12 +127,17 @@ class _Talk:
         return number
 
     async def hear(self, kind: type[M]) -> M:
-        """The next message but heartbeats, which must be of this kind. Raises: RefusedError, AuthError."""
+        """The next message but heartbeats, which must be of this kind.
+
+        Raises: RefusedError, AuthError; UnreachableError when the server takes its leave; ProtocolError.
+        """
         while not self._inbox:
             await self._take()
         message = self._inbox.pop(0)
         if isinstance(message, Refuse):
             raise refused(message)
+        if isinstance(message, Bye):
+            raise UnreachableError(f"the server took its leave: {message.reason}", "nothing to do: it is asked again")
         if not isinstance(message, kind):
             raise ProtocolError(f"expected {kind.TYPE}, found {message.TYPE}", "update both programs to one version")
         return message

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import statistics
@@ -32,7 +33,7 @@ import numpy as np
 import psutil
 
 from contract.console import ArgumentParser, print_document, run_command, say
-from contract.errors import DeviceError, TrainingError, UsageError
+from contract.errors import DeviceError, TrainingError, UsageError, why
 from contract.output import open_output
 from server_runtime.report import Table, to_text
 from tests.make_package import DEVICES
@@ -73,8 +74,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     default = Path(tempfile.gettempdir()) / "cutlayer-bench-memory"
     parser.add_argument("-o", "--output", type=Path, default=default, help="folder to work in (default: %(default)s)")
     options = parser.parse_args(argv)
-    if options.minutes <= 0 or options.every_s <= 0:
-        raise UsageError("a duration must be more than 0", "correct --minutes or --every-s")
+    if not (0 < options.minutes < math.inf and 0 < options.every_s < math.inf):  # NaN is neither
+        raise UsageError("a duration must be more than 0, and have an end", "correct --minutes or --every-s")
     return options
 
 
@@ -150,12 +151,19 @@ def kilobytes(pid: int) -> dict[str, int | None]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The samples; a last line that was not written to its end is left out."""
+    """The samples; a last line that was not written to its end is left out.
+
+    Raises: UsageError where the file is missing, or holds something else.
+    """
     try:
-        lines = path.read_text().splitlines(keepends=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "give --read a folder of a measurement") from error
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+        found = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if not all(isinstance(each, dict) and {"s", "epochs", "processes"} <= each.keys() for each in found):
+            raise ValueError("its lines are no samples")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {why(error, path)}", "give --read a folder of a measurement"
+        ) from error
+    return found
 
 
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:

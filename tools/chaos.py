@@ -86,6 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.faults < 1:
         raise UsageError(f"--faults is {options.faults}, expected 1 or more", "correct --faults")
+    if not options.minutes > 0:  # NaN is not, either
+        raise UsageError(f"--minutes is {options.minutes:g}, expected more than 0", "correct --minutes")
     if not 0 <= options.seed <= INT_MAX:
         raise UsageError(f"--seed is {options.seed}, expected 0 to {INT_MAX}", "correct --seed")
     return options

@@ -63,7 +63,8 @@ def test_the_commands_warn_of_a_second_copy(state: State, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     "text",
     ["skipped cats/tom 1.png: broken", "wss://h.example:8443 is away", "key 'pi-3' is", "at 10.1.2.3:8443 now",
-     "/home/me/x is full", 'class "owl" again', "server.clinic.local is away", "photo.JPG was moved"],
+     "/home/me/x is full", 'class "owl" again', "server.clinic.local is away", "photo.JPG was moved",
+     "{!r}: a new class".format("it's an \"x\" owl of tom")],
 )  # fmt: skip
 def test_names_are_hidden(text: str) -> None:
     found = redact(text, ["pi-3"])

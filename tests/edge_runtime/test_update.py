@@ -139,6 +139,24 @@ def test_a_package_that_stops_the_device_is_found_out_by_the_third_call(device: 
     assert device.current == device.first.digest.hex()
 
 
+def test_trying_the_current_package_again_never_bans_it(device: Device) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        device.update(device.first, lambda path: Wrong(open_fake(path), None))  # type: ignore[arg-type,return-value]
+    assert quarantined(device.packages) == {}
+    install(device.packages / "current", device.packages, TRUSTED, open_fake, print)
+
+
+def test_ctrl_c_during_a_trial_is_none_that_the_package_caused(device: Device) -> None:
+    def interrupted(path: Path) -> Engine:
+        raise KeyboardInterrupt
+
+    second = write_package(device.root / "v2", version=2)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            device.update(second, interrupted)
+    assert device.update(second).version == 2
+
+
 def test_a_package_that_could_not_be_tried_bars_nothing_and_is_not_banned(device: Device) -> None:
     second = write_package(device.root / "v2", version=2)
     pictures, device.data = device.data, write_images(device.root / "none", {"a": 0})

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from contract.console import run_command
 from contract.errors import DeviceError
-from contract.messages import Fetch, Offer, Piece
+from contract.messages import Bye, Fetch, Offer, Piece
 from contract.signature import generate, key_id
 from contract.tokens import SentRule
 from edge_runtime import fetching, taking, visit
@@ -25,6 +25,7 @@ from edge_runtime.install import current_name, install, quarantined
 from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.update import Trial
 from server_runtime import cli, offers
+from server_runtime.connection import Connection
 from server_runtime.status import in_words
 from tests.edge_runtime.fake_package import PUBLISHER, Package, fake_model, write_device, write_images, write_package
 from tests.edge_runtime.test_update import TRUSTED, open_fake
@@ -172,6 +173,18 @@ def test_a_package_that_waits_is_judged_again_before_a_server_makes_it_current(
         assert await take(floors, said.append) == Taken.NOTHING
         assert "version 2 is older than the installed 3" in said[-1]
         assert fleet.link("nano-1") == third.digest.hex()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_server_that_ends_meanwhile_is_no_broken_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        async def leave(server: object, line: Connection) -> None:
+            line.say(Bye("done", False))
+
+        monkeypatch.setattr("server_runtime.fleet.Fleet.visit", leave)
+        assert await fleet.take("nano-1") == Taken.FAILED
+        assert "no package was taken: the server took its leave: done" in fleet.said[-1]
 
     run(story, tmp_path, monkeypatch)
 

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the measurement runs a server")
 
-from tools import bench_memory
+from contract.errors import UsageError
+from tools import bench_memory, chaos
 from tools.bench_memory import read, summarise
 
 
@@ -49,6 +50,20 @@ def test_a_line_that_was_not_written_to_its_end_is_left_out(tmp_path: Path) -> N
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps(sample(0.0, 5)) + "\n" + json.dumps(sample(10.0, 6))[:20])
     assert len(read(path)) == 1
+
+
+@pytest.mark.parametrize("data", [b'{"s": 1}\n', b"[]\n", b"\xff\xfe\n", b"no\n"])
+def test_a_file_of_something_else_is_a_usage_error(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_bytes(data)
+    with pytest.raises(UsageError, match=r"samples.jsonl cannot be read: "):
+        read(tmp_path / "samples.jsonl")
+
+
+@pytest.mark.parametrize("minutes", ["nan", "0", "-1"])
+def test_durations_that_are_none_are_usage_errors_before_anything_is_made(minutes: str) -> None:
+    for parse in (bench_memory.parse, chaos.parse):
+        with pytest.raises(UsageError, match="more than 0"):
+            parse(["--minutes", minutes])
 
 
 def test_runs_and_states_of_others_in_the_folder_are_left_alone(
