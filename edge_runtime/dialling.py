@@ -64,7 +64,7 @@ def tls_context(
             context.load_cert_chain(certificate, certificate_key, password=lambda: b"")  # never asked on a terminal
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigError(
-                f"the certificate {certificate} with the key {certificate_key} cannot be used: {error}",
+                f"the certificate {certificate} with the key {certificate_key} cannot be used: {why(error)}",
                 "give --certificate and --certificate-key PEM files that belong together; the key without a password",
             ) from error
     return context

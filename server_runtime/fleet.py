@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
-from contract.errors import CutlayerError, RefusedError
+from contract.errors import CutlayerError, RefusedError, why
 from contract.messages import UPDATES, Fetch, Message, Offer, Piece, Verdict
 
 from .admission import Joined
@@ -122,5 +122,5 @@ class Fleet:
         try:
             await self._in_store(self._box.keep, self.rollout)
         except OSError as error:
-            self._say(f"warning: nothing is offered to the devices: {self._box.root} cannot be written ({error})")
+            self._say(f"warning: nothing is offered to the devices: {self._box.root} cannot be written ({why(error)})")
             self.rollout = self._stock = None

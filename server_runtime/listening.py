@@ -79,7 +79,7 @@ def tls_context(listen: Listen) -> tuple[ssl.SSLContext | None, bytes]:
             context.load_verify_locations(listen.client_ca)
         except OSError as error:
             raise ConfigError(
-                f"the CA {listen.client_ca} of the devices' certificates cannot be used: {error}",
+                f"the CA {listen.client_ca} of the devices' certificates cannot be used: {why(error)}",
                 "give --client-ca a PEM file (tools/make_keys makes ca.pem)",
             ) from error
         tell_alerts()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from contract.errors import PackageError, RefusedError, RollbackError
+from contract.errors import PackageError, RefusedError, RollbackError, why
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Manifest, digest, from_bytes
 from contract.messages import Fetch, Piece
 
@@ -78,7 +78,7 @@ class Box:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PackageError(
-                f"the offer {self.root / FOLDER / OFFER} cannot be read: {error}", "give server-run update again"
+                f"the offer {self.root / FOLDER / OFFER} cannot be read: {why(error)}", "give server-run update again"
             ) from error
         try:
             told = json.loads((self.root / FOLDER / PROGRESS).read_bytes())

@@ -559,7 +559,11 @@ def test_an_offer_is_taken_when_there_is_nothing_to_do_and_not_before(
     line.server.on_open = lambda server: (
         server.session.send(Offer("ab" * 32, 2, 1000, False)), server.ask_features()
     )  # fmt: skip
-    line.run(lambda: line.server.images == 12 and line.spool.acknowledged + 1 == line.spool.next_seq)
+    answered, spool = line.delivery.answered, line.spool
+    line.run(
+        lambda: line.server.images == 12 and spool.acknowledged + 1 == spool.next_seq
+        and not line.delivery.busy and answered.empty()
+    )  # fmt: skip
     assert line.server.hello is not None and line.server.hello.features == ("updates",) and offers.heard
     idle, busy = Heartbeat(1, False, "an ask", 9.0), Heartbeat(1, True, "", 0.0)
     line.conduct.tick(20.0, busy)
