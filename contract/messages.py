@@ -33,7 +33,7 @@ UPGRADE_REQUIRED = "upgrade-required"
 UPDATES = "updates"  # a hello's feature: this device takes packages that are offered
 # Which check a package did not pass on a device.
 Reason = Literal[
-    "", "engine", "parity", "not-finite", "same-tokens", "slower", "hungrier", "stopped", "signature", "older", "kind",
+    "", "engine", "parity", "not-finite", "same-tokens", "slower", "stopped", "signature", "older", "kind",
     "weaker",
     "quarantined", "damaged", "no-pictures", "device",
 ]  # fmt: skip

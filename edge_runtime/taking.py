@@ -238,7 +238,8 @@ class _Taker:
 
 def _verdict(package: str, error: CutlayerError, stopped: bool) -> Verdict:
     if isinstance(error, TrialError):
-        return Verdict(package, "rolled-back", error.reason)  # type: ignore[arg-type]  # names of checks
+        reason = "slower" if error.reason == "hungrier" else error.reason  # energy stays here, this one bit of it too
+        return Verdict(package, "rolled-back", reason)  # type: ignore[arg-type]  # names of checks
     if stopped:
         return Verdict(package, "rolled-back", "stopped")
     if isinstance(error, PackageError):

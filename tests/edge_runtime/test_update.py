@@ -6,14 +6,16 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from contract.console import run_command
-from contract.errors import DataError, DeviceError, EngineError, PackageError, RollbackError, SignatureError
+from contract.errors import DataError, DeviceError, EngineError, PackageError, RollbackError, SignatureError, TrialError
+from contract.messages import Reason
 from contract.signature import key_id, save_public
-from edge_runtime import cli
+from edge_runtime import cli, taking
 from edge_runtime.engines import Engine, open_engine
 from edge_runtime.install import current_name, install, point, quarantined
 from edge_runtime.update import Cost, Trial, Updated, go_back, put, update, waiting
@@ -270,3 +272,9 @@ def test_the_command(device: Device, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert call("--state", str(state), "--back") == 4
     assert call("--state", str(state)) == 2
     assert len(json.loads((state / "packages" / "quarantine.json").read_text())) == 1
+
+
+def test_the_server_is_not_told_that_a_package_needs_too_much_energy() -> None:
+    assert "hungrier" not in get_args(Reason)
+    hungry = TrialError("an image takes 1.70 times the energy", "export a cheaper split", "hungrier")
+    assert taking._verdict("ab" * 32, hungry, stopped=False).reason == "slower"
