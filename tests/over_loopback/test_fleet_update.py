@@ -319,11 +319,12 @@ def test_a_fetch_goes_on_where_the_line_broke_and_a_verdict_is_told_later(
         async def unheard(*words: object) -> int:
             raise OSError("the line is cut again")
 
+        tell = visit._Talk.tell
         monkeypatch.setattr(visit._Talk, "tell", unheard)
         assert await fleet.take("nano-1") == Taken.FAILED
         assert 0 < len(asked) - before < 10 and fleet.link("nano-1", "ready") == second.digest.hex()
         assert fleet.told["nano-1"] == "offered" and await fleet.take("nano-2") == Taken.LATER
-        monkeypatch.undo()
+        monkeypatch.setattr(visit._Talk, "tell", tell)
         assert await fleet.take("nano-1") == Taken.NOTHING
         assert fleet.told["nano-1"] == "ok" and not (fleet.state("nano-1") / "verdict.json").exists()
         assert await fleet.take("nano-2") == Taken.READY
