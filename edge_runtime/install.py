@@ -235,12 +235,19 @@ def refuse_rollback(manifest: Manifest, package_digest: bytes, packages: Path) -
             )
 
 
+def current_manifest(packages: Path) -> Manifest | None:
+    """That of what is current; None where there is nothing, or it is damaged."""
+    try:
+        return from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
+    except (OSError, CutlayerError):
+        return None
+
+
 def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
     """Raises: KindError when a frontend would take the place of parts to be trained, or the other way round."""
-    try:
-        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
-    except (OSError, CutlayerError):
-        return  # there is none, or it is damaged
+    current = current_manifest(packages)
+    if current is None:
+        return
     if bool(current.cuts) != bool(manifest.cuts):
         kinds = ("parts that devices train", "a frontend")
         raise KindError(

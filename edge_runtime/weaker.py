@@ -16,7 +16,7 @@ from contract.tokens import kept_patches
 from contract.training import TRAINING_NAME, TrainingPlan
 from contract.training import from_bytes as training_from_bytes
 from edge_runtime.config import DeviceConfig
-from edge_runtime.install import CURRENT, read_limited
+from edge_runtime.install import CURRENT, current_manifest, read_limited
 
 
 def refuse_weaker(manifest: Manifest, packages: Path, config: DeviceConfig) -> None:
@@ -24,11 +24,9 @@ def refuse_weaker(manifest: Manifest, packages: Path, config: DeviceConfig) -> N
 
     Raises: WeakerError.
     """
-    try:
-        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
-    except (OSError, CutlayerError):
-        return
-    _refuse(manifest, [*_less_noise(manifest, current, config), *_more_shown(manifest, current)])
+    current = current_manifest(packages)
+    if current is not None:
+        _refuse(manifest, [*_less_noise(manifest, current, config), *_more_shown(manifest, current)])
 
 
 def refuse_weaker_parts(folder: Path, packages: Path) -> None:
@@ -37,14 +35,14 @@ def refuse_weaker_parts(folder: Path, packages: Path) -> None:
     Raises: WeakerError; ManifestError, PackageError where what came cannot be read.
     """
     manifest = from_bytes(read_limited(folder / MANIFEST_NAME, LIMITS.size_bytes))
-    new = _training_of(folder, manifest)
+    new, current = _training_of(folder, manifest), current_manifest(packages)
+    if new is None or current is None:
+        return
     try:
-        current = from_bytes((packages / CURRENT / MANIFEST_NAME).read_bytes())
         old = _training_of(packages / CURRENT, current)
     except (OSError, CutlayerError):
         return
-    if new is not None:
-        _refuse(manifest, list(_weaker_parts(new, old)))
+    _refuse(manifest, list(_weaker_parts(new, old)))
 
 
 def _refuse(manifest: Manifest, weaker: list[str]) -> None:

@@ -78,6 +78,16 @@ def answers(capsys: pytest.CaptureFixture[str]) -> Answers:
     return call
 
 
+def uploaded(tmp_path: Path, config: DeviceConfig, package: Package) -> Line:
+    """A run that is over: the server has the twelve images."""
+    line = Line(tmp_path, config, package)
+    line.server.on_open = lambda server: server.ask_features()
+    line.run(until=lambda: line.server.images == 12)
+    line.equipment.remember_site()
+    line.close()
+    return line
+
+
 def record_of(config: DeviceConfig) -> LocalRecord:
     return from_bytes((config.state / "checkpoints" / "local_head").read_bytes())
 
@@ -85,11 +95,7 @@ def record_of(config: DeviceConfig) -> LocalRecord:
 def test_a_run_leaves_a_head_that_answers_alone(
     tmp_path: Path, package: Package, config: DeviceConfig, answers: Answers
 ) -> None:
-    line = Line(tmp_path, config, package)
-    line.server.on_open = lambda server: server.ask_features()
-    line.run(until=lambda: line.server.images == 12)
-    line.equipment.remember_site()
-    line.close()
+    line = uploaded(tmp_path, config, package)
     record = record_of(config)
     assert record.facts.classes == ("blue", "red") and record.facts.held_out_accuracy == 1.0
     assert {row.tobytes() for row in record.sample_ids} == {s.sample_id for s in line.equipment.dataset.samples}
@@ -142,11 +148,7 @@ def test_only_new_images_go_through_the_frontend(
 def test_a_class_that_came_later_is_learned_here_and_leaves_the_server_s_list_alone(
     tmp_path: Path, package: Package, config: DeviceConfig, answers: Answers
 ) -> None:
-    line = Line(tmp_path, config, package)
-    line.server.on_open = lambda server: server.ask_features()
-    line.run(until=lambda: line.server.images == 12)
-    line.equipment.remember_site()
-    line.close()
+    uploaded(tmp_path, config, package)
     write_colours(config.data, GREEN, 6)
     again = Line(tmp_path, config, package)
     (told,) = (text for text in again.said if "a green" in text)
