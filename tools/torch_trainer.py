@@ -304,7 +304,9 @@ class Captured:
     processes on a GPU, which have it in turn, gain as much. What a graph gave lasts until it is replayed.
     """
 
-    _pool: Any = None  # memory of all parts that go forward and back at once
+    # A graph in the memory of all parts that go forward and back at once. It is never replayed: memory ends with its
+    # last graph, after one row of a study, and cannot be taken up again by the next.
+    _keeper: Any = None
 
     def __init__(self, part: nn.Module, apart: bool) -> None:
         """`apart`: others' batches come between a forward pass and its backward pass, so memory cannot be shared."""
@@ -320,9 +322,11 @@ class Captured:
         self._seen[shapes] = self._seen.get(shapes, 0) + 1
         if self._seen[shapes] < CAPTURED_AFTER:
             return self._part
-        if Captured._pool is None:
-            Captured._pool = torch.cuda.graph_pool_handle()
-        copies, pool = tuple(each.clone() for each in inputs), None if self._apart else Captured._pool
+        if Captured._keeper is None:
+            Captured._keeper = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(Captured._keeper):
+                torch.zeros(1, device=inputs[0].device)
+        copies, pool = tuple(each.clone() for each in inputs), None if self._apart else Captured._keeper.pool()
         captured: Any = torch.cuda.make_graphed_callables(Held(self._part), copies, allow_unused_input=True, pool=pool)
         self._graphed[shapes] = captured
         return self._graphed[shapes]

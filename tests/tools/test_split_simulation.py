@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import zipfile
 from collections.abc import Callable
@@ -142,6 +143,17 @@ def test_captured_steps_are_the_parts_own(pair: Callable[..., Pair], strategy: s
     expected, state = plain.state(), captured.state()
     for name, value in expected.items():
         assert np.abs(state[name] - value).max() <= 1e-3 * max(np.abs(value).max(), 1e-3), name
+
+
+@pytest.mark.gpu
+def test_a_study_s_next_row_captures_after_the_last_row_s_parts_are_gone(pair: Callable[..., Pair]) -> None:
+    for _ in range(2):
+        _, ours = pair("fed_avg", OptimiserRule(), torch.device("cuda"))
+        train(ours, range(4))
+        assert ours._captured is not None and ours._captured._graphed
+        del ours
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("rule", [OptimiserRule(), OptimiserRule("adamw", 0.0, 0.01)])
