@@ -18,6 +18,7 @@ from server_runtime.own_heads import Part
 from tools.reproduce_eeft_world import Group, Scenario
 
 JUDGED_AT_ONCE = 500
+Floats: TypeAlias = NDArray[np.float32]
 Tested: TypeAlias = tuple[torch.Tensor, NDArray[np.int64]]  # images (n, 3, h, w), class numbers (n,)
 
 
@@ -38,11 +39,14 @@ class Judge:
         """Mean over each group's devices. The module is left as it was: a device that starts late starts from it."""
         found: dict[str, list[float]] = {group.name: [] for group in self._scenario.groups}
         loaded: Part | None = None
+        features: dict[str, Floats] = {}  # by group, of the part that is loaded: an averaged part is many devices'
         for name, group in self._scenario.devices.items():
             if parts[name] is not loaded:
-                loaded = parts[name]
+                loaded, features = parts[name], {}
                 self._put(loaded)
-            found[group.name].append(self._accuracy(name, group))
+            if group.name not in features:
+                features[group.name] = self._features(group)
+            found[group.name].append(self._accuracy(name, group, features[group.name]))
         self._put(self._before)
         return {name: float(np.mean(each)) for name, each in found.items()}
 
@@ -52,9 +56,12 @@ class Judge:
             self._live[name].copy_(value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value)))
 
     @torch.no_grad()
-    def _accuracy(self, name: str, group: Group) -> float:
-        images, labels = self._tested(group)
+    def _features(self, group: Group) -> Floats:
+        """(n, width) of a group's test images, by the part that is loaded."""
+        images, _ = self._tested(group)
+        return np.concatenate([self._module(piece).cpu().numpy() for piece in images.split(JUDGED_AT_ONCE)])
+
+    def _accuracy(self, name: str, group: Group, features: Floats) -> float:
         head = self._head_of(name)
         assert head is not None  # it has trained
-        features = np.concatenate([self._module(piece).cpu().numpy() for piece in images.split(JUDGED_AT_ONCE)])
-        return float((head.logits(features).argmax(axis=1) == labels).mean())
+        return float((head.logits(features).argmax(axis=1) == self._tested(group)[1]).mean())
