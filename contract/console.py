@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 from tqdm import tqdm
 
 from contract.errors import CutlayerError, UsageError, suggest
+from contract.extras import lacks
 
 DEBUG = "CUTLAYER_DEBUG"
 LOG = "CUTLAYER_LOG"  # "json": every line on stderr is one JSON object
@@ -67,6 +68,9 @@ def _answer(main: Callable[[], int]) -> int:
         _discard(sys.stdout)
         return 141
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (lacking := lacks(error.name or "")) is not None:
+            _complain(f"error: {lacking.cause}", lacking.cure)
+            return lacking.exit_code
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             _complain(f"error: the name {error.filename} is too long for a file", "correct the path")
             return UsageError.exit_code

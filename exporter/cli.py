@@ -20,6 +20,7 @@ from contract.canonical import encode
 from contract.config import REQUIRED, Resolved, check_inputs, find_file, resolve
 from contract.console import print_document, run_command, say
 from contract.errors import UsageError
+from contract.extras import require
 from contract.output import check_output
 from contract.signature import PrivateKey, generate, key_id, load_private, save_private, save_public
 from contract.training import HOLDS, OWN_HEADS, PrototypeRule
@@ -67,6 +68,7 @@ def _run(argv: Sequence[str]) -> int:
     plan = make_plan(settings, arguments.force, arguments.release_whole_model, gate is not None)
     check_inputs(FIELDS, settings)
     check_output(Path(plan.output))
+    require("onnx", "torch", "timm")
     signal.signal(signal.SIGTERM, _leave)
     if gate is not None:
         return _export_gated(plan, gate(plan), arguments.format)

@@ -20,6 +20,7 @@ from pathlib import Path
 from contract import commands
 from contract.config import Resolved, check_inputs, find_file, resolve
 from contract.console import ArgumentParser, print_document, run_command, say
+from contract.extras import require
 from contract.training import HOLDS, OWN_HEADS
 
 from . import backend_folder, pipe, plan, strategies
@@ -114,6 +115,7 @@ def _serve(arguments: Sequence[str]) -> int:
     leakage = folder.leakage if isinstance(folder, TrainingFolder) else None
     wanted.check(folder.manifest.transforms, folder.manifest.label_modes, folder.training, devices, leakage)
     given = frozenset(name for name, origin in resolved.origin.items() if origin != "default")
+    require("torch", "timm")
     run = choose_run(values["runs"], values["run"], wanted, given, list(roster.sites), _new_name, say)
     check_same(run.plan.evaluation_sha256, values["public"])
     say(f"{'starting' if run.is_new else 'going on with'} run {run.name} in {run.root}")
