@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,12 +77,15 @@ class Resolved:
     values: dict[str, Any]
     origin: dict[str, str]
     secret: frozenset[str]
+    missing: frozenset[str] = frozenset()  # what must be set and is not, where this was asked to pass
 
     def show(self) -> str:
         """The text of --show-config: TOML, with the origin of each value as a comment."""
         lines = [f"[{self.section}]"]
         for name, value in self.values.items():
-            if value is None:
+            if name in self.missing:
+                lines.append(f"# {name} is not set, and must be")
+            elif value is None:
                 lines.append(f"# {name} is not set")
             else:
                 text = '"(hidden)"' if name in self.secret else _toml(value)
@@ -132,6 +135,7 @@ def resolve(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
     file: Path | None,
+    partial: bool = False,
 ) -> Resolved:
     """Settle every field of a section: flag over environment over file over default.
 
@@ -139,6 +143,7 @@ def resolve(
         flags: values by field name, None where the flag was not given; texts are converted to the field's type.
         environ: the whole environment; only CUTLAYER_<SECTION>_* is looked at.
         file: a TOML file, or None.
+        partial: required values that are missing are `missing`, and None; to be shown, not used.
 
     Raises:
         ConfigError: a required value is missing, a value has the wrong type, or a key of the file or the environment
@@ -150,8 +155,10 @@ def resolve(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for field in fields:
-        values[field.name], origin[field.name] = _settle(section, field, flags, variables, table, file)
-    return Resolved(section, values, origin, frozenset(field.name for field in fields if field.secret))
+        asked = replace(field, default=None) if partial and field.default is REQUIRED else field
+        values[field.name], origin[field.name] = _settle(section, asked, flags, variables, table, file)
+    missing = frozenset(field.name for field in fields if field.default is REQUIRED and values[field.name] is None)
+    return Resolved(section, values, origin, frozenset(field.name for field in fields if field.secret), missing)
 
 
 def check_inputs(fields: Sequence[Field], resolved: Resolved, names: Collection[str] | None = None) -> None:

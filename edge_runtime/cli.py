@@ -148,7 +148,10 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
         refuse_idle_flags(arguments, "--releases", AccountConfig)
-    resolved = resolve_config(flags, environ, arguments.config, directory, needed)
+    resolved = resolve_config(flags, environ, arguments.config, directory, needed, arguments.show_config)
+    if resolved.missing:
+        print(resolved.show())
+        return 0
     config = settle(resolved.values)
     if arguments.show_config:
         print(resolved.show())

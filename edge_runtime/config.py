@@ -168,10 +168,11 @@ def resolve_config(
     file: Path | None,
     directory: Path,
     needed: Collection[str] | None = None,
+    partial: bool = False,
 ) -> Resolved:
     """Settle every setting; `file` is --config, `directory` where edge.toml or cutlayer.toml is looked for.
 
-    `needed` are those that a command cannot do without, where these are fewer than a run's.
+    `needed` are those that a command cannot do without, where these are fewer than a run's; `partial` as `resolve`'s.
     Raises: ConfigError.
     """
     known: tuple[Field, ...] = FIELDS
@@ -180,7 +181,7 @@ def resolve_config(
             replace(field, default=None) if field.default is REQUIRED and field.name not in needed else field
             for field in FIELDS
         )
-    return resolve(SECTION, known, flags, environ, find_file(file, directory, FILES))
+    return resolve(SECTION, known, flags, environ, find_file(file, directory, FILES), partial)
 
 
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:

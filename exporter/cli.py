@@ -58,7 +58,9 @@ def _run(argv: Sequence[str]) -> int:
     if arguments.add_table is not None:
         _refuse_idle(arguments, "add_table", "signing_key", "format", "config")
         return _add_table(*map(Path, arguments.add_table), _key_alone(flags["signing_key"], file), arguments.format)
-    settings = resolve("export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file)
+    settings = resolve(
+        "export", FIELDS, {field.name: flags[field.name] for field in FIELDS}, os.environ, file, arguments.show_config
+    )
     if is_auto:
         settings = _without_split(settings)
     if arguments.show_config:

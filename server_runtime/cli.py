@@ -98,7 +98,14 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     flags = vars(_parser().parse_args(arguments))
     file = find_file(flags["config"], Path())
-    resolved = resolve("server", FIELDS, {field.name: flags.get(field.name) for field in FIELDS}, os.environ, file)
+    resolved = resolve(
+        "server",
+        FIELDS,
+        {field.name: flags.get(field.name) for field in FIELDS},
+        os.environ,
+        file,
+        flags["show_config"],
+    )
     if flags["show_config"]:
         print(resolved.show())
         return 0

@@ -266,3 +266,13 @@ def test_what_settings_name_is_looked_for(
     with pytest.raises(ConfigError) as caught:
         check_inputs(fields, resolved)
     assert (caught.value.cause, caught.value.cure) == (cause, "correct --table")
+
+
+def test_what_is_missing_is_shown_beside_what_is_set() -> None:
+    fields = [Field("engine", str, REQUIRED, "the package"), Field("threads", int, 2, "of the engine")]
+    with pytest.raises(ConfigError, match="engine is not set"):
+        resolve("device", fields, {"threads": "3"}, {}, None)
+    shown = resolve("device", fields, {"threads": "3"}, {}, None, partial=True)
+    assert shown.missing == {"engine"} and shown.values["engine"] is None
+    assert shown.show() == "[device]\n# engine is not set, and must be\nthreads = 3  # --threads"
+    assert not resolve("device", fields, {"engine": "x"}, {}, None, partial=True).missing

@@ -98,6 +98,12 @@ def test_an_unknown_choice_names_the_nearest() -> None:
         parser().parse_args(["--label-mode", "permuted-lable"])
 
 
+def test_show_config_shows_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert edge_run(parser().parse_args(["--show-config", "--name", "pi-1"]), {}, tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "# server is not set, and must be" in shown and 'name = "pi-1"  # --name' in shown
+
+
 def test_show_config_tells_where_each_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "edge.toml").write_text(
         "[device]\nengine='f'\ndata='d'\nserver='wss://x:1'\ntrust='t'\nkey='k'\nstate='s'\n"
