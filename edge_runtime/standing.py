@@ -114,17 +114,19 @@ def in_words(found: Mapping[str, Any]) -> str:
     if at is not None:
         link = at["link"]
         lines.append(f"run       {at['run'] or 'none yet'} as {at['device']}, to {at['purpose']}, {at['label_mode']}")
+        runs = found["state"] == "running"  # else neither connection nor work are as they were last said to be
         if link["connected"]:
-            lines.append(f"server    {at['server']}{_ago(found['link_s'], 'connected for')}")
+            lines.append(f"server    {at['server']}" + (_ago(found["link_s"], "connected for") if runs else ""))
         else:
-            lines.append(
-                f"server    {at['server']}: {link['cause'] or 'no connection yet'}{_ago(found['link_s'], 'for')}"
-            )
+            cause = link["cause"] or ("no connection yet" if runs else "no connection")
+            lines.append(f"server    {at['server']}: {cause}" + (_ago(found["link_s"], "for") if runs else ""))
             lines += [f"          {link['cure']}"] if link["cure"] else []
-        lines += [f"          it says: {at['server_says']}"] if at["server_says"] else []
-        lines.append(
-            f"work      {'busy' if at['busy'] else 'waits for ' + (at['waiting_for'] or 'nothing')}, step {at['step']}"
-        )
+        if runs:
+            lines += [f"          it says: {at['server_says']}"] if at["server_says"] else []
+            doing = "busy" if at["busy"] else f"waits for {at['waiting_for'] or 'nothing'}"
+            lines.append(f"work      {doing}, step {at['step']}")
+        else:
+            lines.append(f"work      came to step {at['step']}")
         sent = "" if at["images_acknowledged"] is None else f", {at['images_acknowledged']} acknowledged"
         lines.append(f"images    {at['images']}{sent}")
         lines.append(f"traffic   {at['sent_bytes'] / 1e6:.2f} MB sent, {at['received_bytes'] / 1e6:.2f} MB received")
@@ -137,7 +139,7 @@ def in_words(found: Mapping[str, Any]) -> str:
         )
         lines.append(f"energy    {energy}")
     for name, kept in found["spools"].items():
-        lines.append(f"spool     {name}: {kept['frames']} messages, {kept['bytes'] / 1e6:.2f} MB not acknowledged")
+        lines.append(f"spool     {name}: {kept['frames']} messages, {kept['bytes'] / 1e6:.2f} MB kept here")
     return "\n".join(lines)
 
 

@@ -67,6 +67,8 @@ def test_a_run_tells_of_itself_while_it_goes_on_and_after(
     assert run_command(lambda: cli.edge_run_or_command(words)) == 0
     shown = capsys.readouterr().out
     assert "state     stopped" in shown and "energy    unknown: " in shown
+    assert "work      came to step" in shown and "MB kept here" in shown
+    assert not any(words in shown for words in ("waits for", "connected for", "it says"))  # it does no longer
 
 
 def test_who_is_offline_says_since_when_and_why(tmp_path: Path, package: Package, images: Path, run: Run) -> None:
