@@ -26,7 +26,8 @@ REQUEST_S = 5.0  # that a request may take
 
 
 def newest_metrics(path: Path, sites: tuple[str, ...], tail_bytes: int = 1 << 16) -> dict[str, dict[str, Any]]:
-    """The last whole line of each site among the file's last bytes; a line that is being written is passed over."""
+    """Each site's last line of figures among the file's last bytes; passed over are a line that is being written, and
+    one that tells the end, which has none."""
     found: dict[str, dict[str, Any]] = {site: {} for site in sites}
     try:
         with path.open("rb") as stream:
@@ -37,7 +38,7 @@ def newest_metrics(path: Path, sites: tuple[str, ...], tail_bytes: int = 1 << 16
     for line in lines:
         with contextlib.suppress(ValueError):
             values = json.loads(line)
-            if isinstance(values, dict) and values.get("site") in found:
+            if isinstance(values, dict) and values.get("site") in found and "ended" not in values:
                 found[values["site"]] = values
     return found
 

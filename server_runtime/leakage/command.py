@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from contract.console import run_command
 from contract.extras import require
 
@@ -15,3 +17,7 @@ def _main() -> int:
     from . import cli  # imports torch
 
     return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
