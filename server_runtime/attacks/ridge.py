@@ -31,31 +31,39 @@ Doubles = NDArray[np.float64]
 
 
 class Moments:
-    """Sums over pairs of token and patch: all that a fit or a held-out error needs, whatever their number."""
+    """Means and centred sums over pairs of token and patch: all that a fit or a held-out error needs, whatever their
+    number. Centred from the start: a channel far from zero that hardly varies keeps its digits."""
 
     def __init__(self, channels: int, values: int) -> None:
         self.count = 0
-        self.token_sum, self.patch_sum = np.zeros(channels), np.zeros(values)
-        self.token_square = np.zeros((channels, channels))
+        self.token_mean, self.patch_mean = np.zeros(channels), np.zeros(values)
+        self.token_scatter = np.zeros((channels, channels))
         self.cross = np.zeros((channels, values))
-        self.patch_square = 0.0  # sum of all squared values
+        self.patch_scatter = 0.0  # sum over values of all squared distances from their means
 
-    def add(self, tokens: NDArray[np.floating], patches: NDArray[np.floating]) -> None:
-        """Tokens (m, d) and the patches (m, p) that they stand for."""
-        x, y = np.asarray(tokens, np.float64), np.asarray(patches, np.float64)
-        self.count += len(x)
-        self.token_sum += x.sum(axis=0)
-        self.patch_sum += y.sum(axis=0)
-        self.token_square += x.T @ x
-        self.cross += x.T @ y
-        self.patch_square += float(np.vdot(y, y))
+    def add(self, tokens: NDArray[np.floating] | Tensor, patches: NDArray[np.floating] | Tensor) -> None:
+        """Tokens (m, d) and the patches (m, p) that they stand for; a Tensor's sums are taken where it lies."""
+        x, y = torch.as_tensor(tokens).double(), torch.as_tensor(patches).double()
+        if not len(x):
+            return
+        mean_x, mean_y = x.mean(0), y.mean(0)
+        x, y = x - mean_x, y - mean_y
+        both = self.count + len(x)
+        far_x, far_y = mean_x.cpu().numpy() - self.token_mean, mean_y.cpu().numpy() - self.patch_mean
+        between = self.count * len(x) / both  # Chan, Golub and LeVeque: the pieces' own means against each other
+        self.token_scatter += (x.T @ x).cpu().numpy() + between * np.outer(far_x, far_x)
+        self.cross += (x.T @ y).cpu().numpy() + between * np.outer(far_x, far_y)
+        self.patch_scatter += float(y.square().sum()) + between * float(far_y @ far_y)
+        self.token_mean += far_x * (len(x) / both)
+        self.patch_mean += far_y * (len(x) / both)
+        self.count = both
 
     def mean_square_error(self, decoder: RidgeDecoder) -> float:
         """Mean over values of (patch - decoded)^2 on these pairs, before clipping."""
-        w, b, n = decoder.weight, decoder.offset, self.count
-        decoded_square = np.vdot(w, self.token_square @ w) + 2 * self.token_sum @ w @ b + n * b @ b
-        shared = np.vdot(w, self.cross) + b @ self.patch_sum
-        return float((self.patch_square - 2 * shared + decoded_square) / (n * len(b)))
+        w, n = decoder.weight, self.count
+        off = self.patch_mean - self.token_mean @ w - decoder.offset
+        varies = self.patch_scatter - 2 * np.vdot(w, self.cross) + np.vdot(w, self.token_scatter @ w)
+        return float((max(varies, 0.0) / n + off @ off) / len(off))
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,12 @@ def fit(train: Moments, held: Moments, strengths: Sequence[float] = STRENGTHS) -
     """The decoder whose penalty is best on `held`, pairs of other public images. Raises: ValueError without pairs."""
     if train.count < 2 or held.count < 1:
         raise ValueError(f"a ridge needs pairs to fit and to choose on, found {train.count} and {held.count}")
-    mean_x, mean_y = train.token_sum / train.count, train.patch_sum / train.count
-    covariance = train.token_square / train.count - np.outer(mean_x, mean_x)
+    mean_x, mean_y = train.token_mean, train.patch_mean
+    covariance = train.token_scatter / train.count
     spread = np.sqrt(np.maximum(np.diag(covariance), 0.0))
     spread[spread == 0.0] = 1.0  # a channel that never varies says nothing, at any penalty
     values, vectors = np.linalg.eigh(covariance / np.outer(spread, spread))
-    projected = vectors.T @ ((train.cross / train.count - np.outer(mean_x, mean_y)) / spread[:, None])  # (d, p)
+    projected = vectors.T @ (train.cross / train.count / spread[:, None])  # (d, p)
     decoders = []
     for strength in strengths:
         weight = (vectors / (np.maximum(values, 0.0) + strength)) @ projected / spread[:, None]
@@ -125,7 +133,7 @@ def mean_psnr_db(images: NDArray[np.floating], found: NDArray[np.floating]) -> f
 
 def mean_colour(moments: Moments) -> Doubles:
     """The best guess without any token: the public images' mean colour (3,)."""
-    colour: Doubles = (moments.patch_sum / moments.count).reshape(-1, 3).mean(axis=0)
+    colour: Doubles = moments.patch_mean.reshape(-1, 3).mean(axis=0)
     return colour
 
 
@@ -174,15 +182,9 @@ def fit_map(train: Batches, held: Batches) -> LinearMap:
     for batches in (train, held):
         moments: Moments | None = None
         for inputs, wanted in batches:
-            x, y = inputs.reshape(-1, inputs.shape[-1]).double(), wanted.reshape(-1, wanted.shape[-1]).double()
-            device = x.device
-            moments = moments or Moments(x.shape[1], y.shape[1])
-            moments.count += len(x)
-            moments.token_sum += x.sum(0).cpu().numpy()
-            moments.patch_sum += y.sum(0).cpu().numpy()
-            moments.token_square += (x.T @ x).cpu().numpy()
-            moments.cross += (x.T @ y).cpu().numpy()
-            moments.patch_square += float(y.square().sum())
+            device = inputs.device
+            moments = moments or Moments(inputs.shape[-1], wanted.shape[-1])
+            moments.add(inputs.reshape(-1, inputs.shape[-1]), wanted.reshape(-1, wanted.shape[-1]))
         sums.append(moments or Moments(1, 1))
     decoder = fit(sums[0], sums[1])
     weight, offset = (np.ascontiguousarray(values, np.float32) for values in (decoder.weight, decoder.offset))

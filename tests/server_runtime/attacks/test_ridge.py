@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 
 from contract.tokens import Statistics
 from server_runtime.attacks.ridge import (
@@ -32,6 +35,23 @@ def test_a_planted_linear_code_is_read_back_exactly() -> None:
     decoder = fit(moments(tokens[:400], patches[:400]), moments(tokens[400:500], patches[400:500]))
     assert decoder.strength == 1e-7
     assert np.abs(decoder.decode(tokens[500:]) - patches[500:]).max() < 1e-4
+
+
+def test_sums_in_pieces_are_those_of_all_at_once_however_far_from_zero() -> None:
+    """Uncentred sums would keep no digit here: a millionth of a millionth of their size is what varies."""
+    rng = np.random.default_rng(4)
+    varies = 1e-3 * rng.normal(size=(500, 4)).round(3)  # exact beside the million, to the last bit but one
+    tokens, patches = 1e6 + varies, 1e3 * varies @ rng.normal(size=(4, 3))
+    at_once, pieces = Moments(4, 3), Moments(4, 3)
+    at_once.add(tokens, patches)
+    for start, end in itertools.pairwise((0, 1, 1, 7, 130, 500)):  # of one pair, and of none
+        pieces.add(tokens[start:end], torch.from_numpy(patches[start:end]))
+    assert pieces.count == 500
+    assert pieces.token_scatter == pytest.approx(np.cov(tokens.T, bias=True) * 500, rel=1e-6)
+    assert pieces.token_scatter == pytest.approx(at_once.token_scatter, rel=1e-6)
+    assert pieces.cross == pytest.approx(at_once.cross, rel=1e-6)
+    decoder = fit(pieces, at_once)
+    assert np.abs(tokens @ decoder.weight + decoder.offset - patches).max() < 1e-5
 
 
 def test_under_noise_it_is_the_wiener_estimate() -> None:
