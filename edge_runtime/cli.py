@@ -32,10 +32,12 @@ from edge_runtime.config import (
     NOISE_MODES,
     AccountConfig,
     DeviceConfig,
+    LocalConfig,
     PreviewConfig,
     PrewarmConfig,
     account_config,
     device_config,
+    local_config,
     preview_config,
     prewarm_config,
     resolve_config,
@@ -47,6 +49,7 @@ from edge_runtime.threads import workers_left
 
 FORMATS = ("table", "csv", "json")
 PREVIEW_NEEDS = ("engine", "trust", "state")
+LOCAL_NEEDS = (*PREVIEW_NEEDS, "data")
 RELEASES_NEEDS = ("state",)
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
 KEEP_MB = 1024
@@ -95,7 +98,7 @@ def parser() -> ArgumentParser:
         "--learn",
         action="store_true",
         help="learn anew to answer without a server, from the labelled images of --data; nothing is sent. A run does "
-        "so too; this is for images and classes that came later",
+        "so too; this is for images and classes that came later. Needs --engine, --trust, --state and --data",
     )
     purposes.add_argument(
         "--prewarm",
@@ -115,7 +118,11 @@ def parser() -> ArgumentParser:
         action="store_true",
         help="give up when the server cannot be reached (exit code 8; with --infer this device answers if it can)",
     )
-    flags.add_argument("--local", action="store_true", help="with --infer: this device answers, and no server is asked")
+    flags.add_argument(
+        "--local",
+        action="store_true",
+        help="with --infer: this device answers, and no server is asked. Needs --engine, --trust, --state and --data",
+    )
     flags.add_argument(
         "--format", choices=FORMATS, default="table", help="form of the report on stdout (default: table)"
     )
@@ -139,7 +146,9 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     """The command behind its command line. Raises: CutlayerError."""
     flags = {field.name: getattr(arguments, field.name) for field in FIELDS}
     needed: tuple[str, ...] | None = None
-    settle: Callable[[Mapping[str, Any]], DeviceConfig | PreviewConfig | PrewarmConfig | AccountConfig] = device_config
+    settle: Callable[[Mapping[str, Any]], LocalConfig | PreviewConfig | PrewarmConfig | AccountConfig] = device_config
+    if arguments.local and not arguments.infer:
+        raise UsageError("--local means nothing without --infer", "leave it out")
     if arguments.prewarm:
         needed, settle = PREVIEW_NEEDS, prewarm_config
     elif arguments.preview:
@@ -148,6 +157,8 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     elif arguments.releases:
         needed, settle = RELEASES_NEEDS, account_config
         refuse_idle_flags(arguments, "--releases", AccountConfig)
+    elif arguments.learn or arguments.local:
+        needed, settle = LOCAL_NEEDS, local_config
     resolved = resolve_config(flags, environ, arguments.config, directory, needed, arguments.show_config)
     if resolved.missing:
         print(resolved.show())
@@ -162,28 +173,38 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
     for name in ("budget", "until", "keep_mb"):
         if getattr(arguments, name) is not None and not arguments.offline:
             raise UsageError(f"--{name.replace('_', '-')} means nothing without --offline", "leave it out")
-    if arguments.local and not arguments.infer:
-        raise UsageError("--local means nothing without --infer", "leave it out")
     if arguments.output is not None:
         check_output_file(arguments.output, may_be_pipe=True)  # the run may take hours
     if isinstance(config, PrewarmConfig):
         return show_prewarmed(config, arguments)
     if isinstance(config, AccountConfig):
         return show_releases(config, arguments)
-    if arguments.offline:
-        return work_offline(config, arguments)
     if arguments.learn:
         return learn_alone(config, arguments)
+    if not isinstance(config, DeviceConfig):
+        return answer_alone(config, arguments)
+    if arguments.offline:
+        return work_offline(config, arguments)
     from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
 
     purpose: Literal["infer", "adapt"] = "infer" if arguments.infer else "adapt"
-    report = asyncio.run(run_device(config, purpose, arguments.once, say, arguments.local))
+    report = asyncio.run(run_device(config, purpose, arguments.once, say))
     if report is not None:
         print_report(report, arguments.format, arguments.output)
     return 0
 
 
-def learn_alone(config: DeviceConfig, arguments: argparse.Namespace) -> int:
+def answer_alone(config: LocalConfig, arguments: argparse.Namespace) -> int:
+    """Predictions of this device alone. Raises: CutlayerError."""
+    from edge_runtime.alone import run_alone  # as above
+
+    report = asyncio.run(run_alone(config, say))
+    if report is not None:
+        print_report(report, arguments.format, arguments.output)
+    return 0
+
+
+def learn_alone(config: LocalConfig, arguments: argparse.Namespace) -> int:
     """Learning to answer without a server; stops on SIGTERM. Raises: CutlayerError."""
     from edge_runtime.learning import learn
 

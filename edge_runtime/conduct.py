@@ -6,7 +6,6 @@ frames in, writes frames out, and forwards what `receive` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +29,7 @@ from contract.messages import (
 )
 from contract.session import Acknowledged, Role, Session, SessionLimits, State
 from contract.signature import proof_payload
+from edge_runtime.identity import Identity
 from edge_runtime.spool import Spool
 from edge_runtime.terms import Terms, check_ask, check_welcome, refusal
 from edge_runtime.unanswered import Unanswered
@@ -38,15 +38,6 @@ AUTH_CODES = ("unknown-device", "wrong-key", "not-enrolled", "revoked", "claim")
 FINAL_REASONS = ("collected", "done")  # what a server says when it needs this device no longer
 UPDATE = "update"  # our own word: a package is there to be taken, and nothing else to be done
 QUIET_S = 5.0  # without an ask or an answer: then there is nothing to be done
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this device is, and the key that proves it."""
-
-    device: str
-    key_id: str
-    sign: Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True)

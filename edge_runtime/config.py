@@ -106,17 +106,13 @@ FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class DeviceConfig:
-    """The settings of one device; None where the signed manifest decides."""
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """The settings of work that asks no server; None where the signed manifest decides."""
 
     engine: str
     data: Path
-    server: str
     trust: Path
-    ca: Path | None
-    key: Path
-    name: str
     state: Path
     site_secret: Path | None
     classes: Path | None
@@ -130,16 +126,11 @@ class DeviceConfig:
     plug_account: Path | None = None
     power_model: str | None = None
     max_patch_share: float = 1.0
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-    max_mb_per_day: float | None = None
-    metrics: str | None = None
     require: str | None = None
     energy_table: Path | None = None
     privacy_weight: float = 0.5
     power_cap_w: float | None = None
     remeasure_s: float = 60.0
-    sleep_command: str | None = None
     sigma_floor: str = "0"
     split: int | None = None
 
@@ -147,6 +138,21 @@ class DeviceConfig:
     def wishes(self) -> Preferences:
         """What this device's choice of a split goes by. Raises: ConfigError."""
         return Preferences(self.privacy_weight, self.power_cap_w, read_floor(self.sigma_floor), self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig(LocalConfig):
+    """The settings of a run with a server."""
+
+    server: str
+    ca: Path | None
+    key: Path
+    name: str
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    max_mb_per_day: float | None = None
+    metrics: str | None = None
+    sleep_command: str | None = None
 
 
 @dataclass(frozen=True)
@@ -188,19 +194,19 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**values)
     check_name(config.name, "the device's name", NAME_CURE)
-    require_choice("label_mode", config.label_mode, LABEL_MODES)
-    check_caps(config)
-    check_protection(config)
+    check_work(config)
     check_server(config.server)
     check_certificate(config.certificate, config.certificate_key)
     check_metrics(config.metrics)
     require_range("max_mb_per_day", config.max_mb_per_day, 0.1, 1e9)
-    require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
-    require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
-    require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
-    require_range("split", config.split, 1, 0xFFFF)
-    read_floor(config.sigma_floor)
     read_sleep_command(config.sleep_command)
+    return config
+
+
+def local_config(values: Mapping[str, Any]) -> LocalConfig:
+    """The checked settings of work that asks no server, out of all. Raises: ConfigError naming the setting."""
+    config = LocalConfig(**{field.name: values[field.name] for field in fields(LocalConfig)})
+    check_work(config)
     return config
 
 
@@ -248,13 +254,25 @@ def account_config(values: Mapping[str, Any]) -> AccountConfig:
     return config
 
 
-def check_caps(config: DeviceConfig | AccountConfig) -> None:
+def check_work(config: LocalConfig) -> None:
+    """Raises: ConfigError naming the setting."""
+    require_choice("label_mode", config.label_mode, LABEL_MODES)
+    check_caps(config)
+    check_protection(config)
+    require_range("privacy_weight", config.privacy_weight, 0.0, 1.0)
+    require_range("power_cap_w", config.power_cap_w, 0.0, 1e6)
+    require_range("remeasure_s", config.remeasure_s, 0.0, 3600.0)
+    require_range("split", config.split, 1, 0xFFFF)
+    read_floor(config.sigma_floor)
+
+
+def check_caps(config: LocalConfig | AccountConfig) -> None:
     """Raises: ConfigError naming the setting."""
     require_range("max_releases", config.max_releases, 1, 1_000_000)
     require_range("max_patch_share", config.max_patch_share, 0.0, 1.0)
 
 
-def check_protection(config: DeviceConfig | PreviewConfig) -> None:
+def check_protection(config: LocalConfig | PreviewConfig) -> None:
     """Raises: ConfigError naming the setting."""
     require_choice("noise", config.noise, NOISE_MODES)
     require_range("alpha", config.alpha, 0.0, 1.0)

@@ -5,6 +5,7 @@ It decides little: each part's rules are in its own file. The conversation with 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 import time
@@ -19,12 +20,11 @@ from numpy.typing import NDArray
 from contract.console import Progress, progress
 from contract.errors import ConfigError, EngineError, suggest
 from contract.keyed_noise import class_list_hash, permutation
-from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
-from edge_runtime.conduct import Identity
-from edge_runtime.config import DeviceConfig
+from contract.signature import PublicKey, key_id, load_public
+from edge_runtime.config import LocalConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import Dataset
-from edge_runtime.delivery import check_stop
+from edge_runtime.delivery import Stopped, check_stop
 from edge_runtime.engines import engine_names, offered_engines, open_engine
 from edge_runtime.equip_engine import EngineFacts, engine_facts, installing_engine, open_chosen
 from edge_runtime.equip_images import Purpose, find_images, remember_classes
@@ -41,7 +41,9 @@ from edge_runtime.reconnect import BUILT
 from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
 from edge_runtime.state import State, open_secret, open_state, read_secret
+from edge_runtime.stopping import STOP_S, StopSignals
 from edge_runtime.terms import Terms, device_terms, protection
+from edge_runtime.threads import in_worker
 from edge_runtime.worker import Bench, Surroundings, Worker
 
 
@@ -49,12 +51,11 @@ from edge_runtime.worker import Bench, Surroundings, Worker
 class Equipment:
     """All that `run` drives."""
 
-    config: DeviceConfig
+    config: LocalConfig
     purpose: Purpose
     state: State
     choice: PackageChoice
     installed: Installed
-    identity: Identity
     terms: Terms
     dataset: Dataset
     wire_labels: NDArray[np.int64]  # what each class is called on the wire
@@ -84,33 +85,46 @@ class Equipment:
         remember_classes(self.state, self.dataset.classes)
 
 
-def equip(config: DeviceConfig, purpose: Purpose, stop: threading.Event, say: Callable[[str], None]) -> Equipment:
+def equip(config: LocalConfig, purpose: Purpose, stop: threading.Event, say: Callable[[str], None]) -> Equipment:
     """Make everything ready, the cheap checks first; the caller closes `state`.
 
     Raises: CutlayerError of the part that is not ready; Stopped.
     """
-    key = load_private(config.key)
     publisher = load_public(config.trust)
     choice = choose_package(config.engine)
     check_required(choice, config.require)
     if choice.fallback_reason:
         say(choice.fallback_reason)
-    identity = Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
     state = open_state(config.state)
     try:
-        return equip_state(config, purpose, state, choice, {key_id(publisher): publisher}, identity, stop, say)
+        return equip_state(config, purpose, state, choice, {key_id(publisher): publisher}, stop, say)
     except BaseException:
         state.close()
         raise
 
 
+async def equip_unless_stopped(
+    config: LocalConfig, purpose: Purpose, signals: StopSignals, say: Callable[[str], None]
+) -> Equipment | None:
+    """`equip` on a thread; None when a signal came first, even where the thread is deep in native code."""
+    ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
+    asked = asyncio.create_task(signals.asked.wait())
+    await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+        await asyncio.wait((ready,), timeout=STOP_S)
+    asked.cancel()
+    try:
+        return ready.result() if ready.done() else None
+    except Stopped:
+        return None
+
+
 def equip_state(
-    config: DeviceConfig,
+    config: LocalConfig,
     purpose: Purpose,
     state: State,
     choice: PackageChoice,
     trusted: Mapping[str, PublicKey],
-    identity: Identity,
     stop: threading.Event,
     say: Callable[[str], None],
 ) -> Equipment:
@@ -189,7 +203,7 @@ def equip_state(
         keeper = LabelKeeper(labels, len(dataset.classes), state.head, say)
         worker, head_of = Worker(bench, ledger, keeper, stages, around, learner), keeper.head_of
     return Equipment(
-        config, purpose, state, choice, installed, identity, terms, dataset, wire_labels, facts, codes_changed, worker,
+        config, purpose, state, choice, installed, terms, dataset, wire_labels, facts, codes_changed, worker,
         head_of, stages, ledger, learner, answerer,
     )  # fmt: skip
 
@@ -217,7 +231,7 @@ def open_bar(total: int, description: str, unit: str) -> Progress[None]:
     return progress(total=total, description=description, unit=unit)
 
 
-def open_site_secret(config: DeviceConfig, state: State, say: Callable[[str], None]) -> bytes:
+def open_site_secret(config: LocalConfig, state: State, say: Callable[[str], None]) -> bytes:
     """The secret that a site's devices share; a device that was given none makes its own and says what that means."""
     if config.site_secret is not None:
         return read_secret(config.site_secret, "site secret (--site-secret)")

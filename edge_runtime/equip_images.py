@@ -14,7 +14,7 @@ from typing import Literal
 from contract.canonical import decode, encode, from_json, to_json
 from contract.console import Progress, progress
 from contract.errors import ConfigError
-from edge_runtime.config import DeviceConfig
+from edge_runtime.config import LocalConfig
 from edge_runtime.data import (
     SHOWN_FILES,
     Dataset,
@@ -45,7 +45,7 @@ def remember_classes(state: State, classes: tuple[str, ...]) -> None:
 
 
 def find_images(
-    config: DeviceConfig,
+    config: LocalConfig,
     purpose: Purpose,
     state: State,
     installed: Installed,
@@ -92,7 +92,7 @@ def find_images(
 
 
 def read_folder(
-    config: DeviceConfig,
+    config: LocalConfig,
     installed: Installed,
     secret: bytes,
     classes: Sequence[str] | None,

@@ -16,7 +16,7 @@ from contract.leakage import LEAKAGE_NAME, of_package
 from contract.privacy_table import from_leakage
 from contract.training import PARAMETERS_NAME, TrainingCut, TrainingPlan
 from edge_runtime.choose_split import SplitCost
-from edge_runtime.config import DeviceConfig
+from edge_runtime.config import LocalConfig
 from edge_runtime.data import Dataset, Sample
 from edge_runtime.head import Head
 from edge_runtime.install import Installed
@@ -63,7 +63,7 @@ def equip_parts(
     stages: Stages,
     around: Surroundings,
     ledger: ReleaseLedger,
-    config: DeviceConfig,
+    config: LocalConfig,
     say: Callable[[str], None],
 ) -> tuple[PartWorker, Callable[[str], Head | None]]:
     """The worker, and what gives the device's own head of a run once it predicted for it.
@@ -111,7 +111,7 @@ def equip_parts(
 def open_choice(
     installed: Installed,
     plan: TrainingPlan,
-    config: DeviceConfig,
+    config: LocalConfig,
     threads: int,
     stages: Stages,
     counters: Counters,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contract.errors import ConfigError
 from edge_runtime.answering import without_head
 from edge_runtime.client import Traffic
-from edge_runtime.config import DeviceConfig
+from edge_runtime.config import LocalConfig
 from edge_runtime.delivery import Stopped
 from edge_runtime.equip import equip
 from edge_runtime.report import Report
@@ -21,7 +21,7 @@ from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.worker import Worker
 
 
-def learn(config: DeviceConfig, stop: threading.Event, say: Callable[[str], None]) -> Report | None:
+def learn(config: LocalConfig, stop: threading.Event, say: Callable[[str], None]) -> Report | None:
     """None when it was stopped before it had learned.
 
     Raises: ConfigError for a package without a frontend; DataError for images without a class; as `equip`.

@@ -22,11 +22,12 @@ from edge_runtime.client import Traffic
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Stopped, plan_upload
 from edge_runtime.equip import Equipment, equip
+from edge_runtime.identity import read_identity
 from edge_runtime.reconnect import BUILT
 from edge_runtime.report import Report
-from edge_runtime.run import StopSignals
 from edge_runtime.run_report import Talk, make_report
 from edge_runtime.spool import Spool
+from edge_runtime.stopping import StopSignals
 from edge_runtime.stored import FOLDER, SESSION, Record, open_spool, read_record, write_record
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
@@ -70,6 +71,7 @@ async def run_offline(config: DeviceConfig, bounds: Bounds, say: Callable[[str],
 
     Raises: ConfigError where there is nothing to do without a server, or a budget and no meter; as `equip`.
     """
+    read_identity(config.name, config.key)  # a key that is no use is told before a day is spent, not by `sync`
     signals, watch = StopSignals(say), SlowdownWatch()
     try:
         equipment = await in_worker(lambda: equip(config, "adapt", signals.thread_asked, say))
@@ -83,7 +85,7 @@ async def run_offline(config: DeviceConfig, bounds: Bounds, say: Callable[[str],
         folder = equipment.state.root / FOLDER
         spool = open_spool(folder, say, bounds.spool_bytes)
         try:
-            await in_worker(lambda: make(equipment, worker, spool, say))
+            await in_worker(lambda: make(config.name, equipment, worker, spool, say))
             outcome = "made"
         except Stopped:
             outcome = reason[0] if reason else "stopped"
@@ -147,14 +149,14 @@ def _upload(equipment: Equipment) -> Upload:
     return Upload(SESSION, "train", equipment.terms.kappa_floor, LIMITS.frame_bytes)
 
 
-def make(equipment: Equipment, worker: Worker, spool: Spool, say: Callable[[str], None]) -> None:
+def make(device: str, equipment: Equipment, worker: Worker, spool: Spool, say: Callable[[str], None]) -> None:
     """Every batch into the spool, going on where an earlier call was stopped; durable one by one.
 
     Raises: Stopped; DataError, EngineError, DeviceError.
     """
     upload = _upload(equipment)
     record = Record(
-        device=equipment.config.name,
+        device=device,
         package_digest=equipment.terms.package_digest,
         class_count=equipment.terms.class_count,
         class_list_hash=equipment.terms.class_list_hash,

@@ -12,8 +12,6 @@ import asyncio
 import os
 import random
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
@@ -25,18 +23,18 @@ import psutil
 from contract.console import Progress, progress
 from contract.errors import ConfigError, RefusedError, UnreachableError
 from edge_runtime.allowance import Allowance, open_allowance
-from edge_runtime.answering import Answers, make_answers, told, without_head
-from edge_runtime.client import Client, Traffic
+from edge_runtime.alone import predict_alone
+from edge_runtime.answering import Answers, make_answers, told
+from edge_runtime.client import Client
 from edge_runtime.conduct import FINAL_REASONS, UPDATE, Conduct, Offers, Outcome
-from edge_runtime.config import DeviceConfig, check_metrics, read_sleep_command
+from edge_runtime.config import DeviceConfig, LocalConfig, check_metrics, read_sleep_command
 from edge_runtime.delivery import Delivery, Stopped, is_outdated
 from edge_runtime.dialling import Endpoint, tls_context
-from edge_runtime.equip import Equipment, equip, new_ask_id
+from edge_runtime.equip import Equipment, equip_unless_stopped, new_ask_id
 from edge_runtime.equip_images import Purpose
+from edge_runtime.identity import read_identity
 from edge_runtime.line_marks import LineMarks
-from edge_runtime.local_answers import LEARN
-from edge_runtime.part_worker import PartWorker
-from edge_runtime.predictions import Answer, accuracy, answers_of, predict
+from edge_runtime.predictions import Answer, answers_of
 from edge_runtime.reconnect import Backoff
 from edge_runtime.report import Report
 from edge_runtime.run_report import Talk, make_report
@@ -45,6 +43,7 @@ from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
+from edge_runtime.stopping import STOP_S, StopSignals
 from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
@@ -56,39 +55,16 @@ OTHER_PACKAGE = "package"  # the server's code for a device whose package is not
 AGAIN_S, LATER_S = 600.0, 60.0  # until a call that failed is made again; until it may be this device's turn
 BEAT_S = 30.0
 T = TypeVar("T")
-STOP_S = 8.0  # how long the worker may take to notice a stop, before the program leaves without it
 
 
-class StopSignals:
-    """SIGTERM and SIGINT alike, for the event loop and for the worker's thread."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """Install the handlers; call from the running event loop."""
-        self.asked, self.thread_asked = asyncio.Event(), threading.Event()
-        self._say = say
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
-
-    def _take(self, number: int) -> None:
-        if self.asked.is_set():
-            os._exit(128 + number)
-        self._say("stopping; a second signal ends edge-run at once")
-        Notifier().tell("STOPPING=1")
-        self.asked.set()
-        self.thread_asked.set()
-
-
-async def run_device(
-    config: DeviceConfig, purpose: Purpose, once: bool, say: Callable[[str], None], local: bool = False
-) -> Report | None:
+async def run_device(config: DeviceConfig, purpose: Purpose, once: bool, say: Callable[[str], None]) -> Report | None:
     """Run until the server needs this device no longer or a signal stops it; None when stopped before it was ready.
-
-    With `local` the head here answers, and no server is asked.
 
     Raises: CutlayerError of whatever failed.
     """
     # Files that cannot be used are told before an hour is spent.
     tls_context(config.server, config.ca, config.certificate, config.certificate_key)
+    read_identity(config.name, config.key)
     say = Recorder(say, time.monotonic)
     signals = StopSignals(say)
     offers = Offers() if purpose == "adapt" and takes_packages(config) else None
@@ -96,7 +72,7 @@ async def run_device(
         refused: RefusedError | None = None
         report: Report | None = None
         try:
-            report = await run_once(config, purpose, once, say, signals, offers, local)
+            report = await run_once(config, purpose, once, say, signals, offers)
         except RefusedError as error:
             if offers is None or error.code != OTHER_PACKAGE:
                 raise
@@ -148,69 +124,25 @@ async def run_once(
     say: Callable[[str], None],
     signals: StopSignals,
     offers: Offers | None,
-    local: bool,
 ) -> Report | None:
     """A run with the package that is current; None when stopped before it was ready.
 
     Raises: CutlayerError of whatever failed.
     """
     watch = SlowdownWatch()
-    ready = in_worker(lambda: equip(config, purpose, signals.thread_asked, say))
-    asked = asyncio.create_task(signals.asked.wait())
-    await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
-    if not ready.done():
-        await asyncio.wait((ready,), timeout=STOP_S)
-    asked.cancel()
-    try:
-        equipment = ready.result() if ready.done() else None
-    except Stopped:
-        return None
+    equipment = await equip_unless_stopped(config, purpose, signals, say)
     if equipment is None:
         return None
     try:
         if equipment.predicts_alone:
             return await in_worker(lambda: predict_alone(equipment, watch))
-        if local:
-            return await in_worker(lambda: answer_alone(equipment, watch))
-        return await converse(equipment, signals, once, say, watch, offers=offers)
+        return await converse(config, equipment, signals, once, say, watch, offers=offers)
     finally:
         equipment.state.close()
 
 
-def predict_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
-    """Predictions by the whole model that this device holds: no server hears of them.
-
-    Raises: ConfigError when it holds none.
-    """
-    assert isinstance(equipment.worker, PartWorker)
-    try:
-        scores = equipment.worker.predict_alone()
-    except Stopped:
-        return make_report(equipment, "stopped", None, Talk(Traffic()), watch)
-    equipment.stages.end("predict")
-    time.sleep(equipment.stages.settle_s)
-    head = equipment.head_of("") if equipment.terms.label_mode == "client-head" else None
-    predictions = predict(scores, equipment.dataset, equipment.wire_labels, head, "local")
-    report = make_report(equipment, "done", None, Talk(Traffic()), watch)
-    return replace(report, predictions=tuple(predictions), accuracy=accuracy(predictions, equipment.dataset))
-
-
-def answer_alone(equipment: Equipment, watch: SlowdownWatch) -> Report:
-    """Answers of the head that this device learned: no server hears of the images.
-
-    Raises: ConfigError when it has none.
-    """
-    if equipment.answerer is None:
-        raise ConfigError(without_head(equipment), LEARN)
-    try:
-        answers = make_answers(equipment, {})
-    except Stopped:
-        return make_report(equipment, "stopped", None, Talk(Traffic()), watch)
-    time.sleep(equipment.stages.settle_s)
-    return told(equipment, answers, make_report(equipment, "done", None, Talk(Traffic()), watch))
-
-
 async def converse(
+    config: DeviceConfig,
     equipment: Equipment,
     signals: StopSignals,
     once: bool,
@@ -220,11 +152,11 @@ async def converse(
     offers: Offers | None = None,
 ) -> Report:
     """The conversation with the server, and the report of it; `marks` is told of moments of the line."""
-    config, stages = equipment.config, equipment.stages
+    stages = equipment.stages
     spool = Spool(equipment.state.spool / equipment.purpose, say)
     window = Unanswered(new_ask_id(), spool) if equipment.purpose == "infer" else None
     assert equipment.purpose != "learn"
-    conduct = Conduct(equipment.identity, equipment.terms, equipment.purpose, spool, window, offers)
+    conduct = Conduct(read_identity(config.name, config.key), equipment.terms, equipment.purpose, spool, window, offers)
     delivery = Delivery(equipment.worker, spool, draws_of(config), window, signals.thread_asked)
     link_down: str | None = None
     with UploadBar(delivery, len(equipment.dataset.samples)) as bar:
@@ -251,7 +183,7 @@ async def converse(
             can_do_without=equipment.answerer is not None,
         )  # fmt: skip
         witness = Witness(
-            equipment.state.root, standing_of(equipment, client, conduct, delivery, spool, say, allowance)
+            equipment.state.root, standing_of(config, equipment, client, conduct, delivery, spool, say, allowance)
         )
         async with witness.shown(check_metrics(config.metrics), say):
             watching = asyncio.create_task(witness.keep())
@@ -304,6 +236,7 @@ async def converse(
 
 
 def standing_of(
+    config: DeviceConfig,
     equipment: Equipment,
     client: Client,
     conduct: Conduct,
@@ -319,9 +252,9 @@ def standing_of(
         now_s = time.monotonic()
         says, (energy_j, energy_reason) = delivery.status(now_s), equipment.stages.energy_now()
         return Standing(
-            device=equipment.config.name,
+            device=config.name,
             purpose=equipment.purpose,
-            server=equipment.config.server,
+            server=config.server,
             boot=boot,
             pid=os.getpid(),
             taken_s=now_s,
@@ -353,7 +286,7 @@ def standing_of(
     return look
 
 
-def draws_of(config: DeviceConfig) -> Callable[[], str | None]:
+def draws_of(config: LocalConfig) -> Callable[[], str | None]:
     """Names a new upload's draw of noise: none for keyed noise, a name of its own for fresh noise."""
     return lambda: secrets.token_hex(8) if config.noise == "fresh" else None
 

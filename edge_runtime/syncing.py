@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contract.errors import ConfigError, DeviceError
-from contract.signature import key_id, load_private, sign_raw
 from edge_runtime.allowance import Allowance, open_allowance
 from edge_runtime.client import Client
-from edge_runtime.conduct import Conduct, Identity
+from edge_runtime.conduct import Conduct
 from edge_runtime.delivery import Delivery
 from edge_runtime.dialling import Endpoint
+from edge_runtime.identity import Identity, read_identity
 from edge_runtime.reconnect import BUILT, Backoff
-from edge_runtime.run import StopSignals
 from edge_runtime.spool import Spool
 from edge_runtime.state import open_state
+from edge_runtime.stopping import StopSignals
 from edge_runtime.stored import FOLDER, RECORD_FILE, StoredWorker, open_spool, read_record
 
 
@@ -62,8 +62,7 @@ async def sync(errand: Errand, say: Callable[[str], None]) -> dict[str, object]:
 
     Raises: ConfigError; DeviceError where batches are missing, after the others were sent; as `Client.run`.
     """
-    key = load_private(errand.key)
-    identity = Identity(errand.device, key_id(key.public_key()), lambda data: sign_raw(key, data))
+    identity = read_identity(errand.device, errand.key)
     if errand.spool is not None:
         return await _send(errand, identity, errand.spool, errand.spool / "outbox", say)
     assert errand.state is not None  # the command asks for one of the two

@@ -38,14 +38,14 @@ from contract.errors import (
 )
 from contract.manifest import LIMITS, MANIFEST_NAME, Manifest, digest, from_bytes
 from contract.messages import Offer, Reason, Verdict
-from contract.signature import PublicKey, key_id, load_private, load_public, sign_raw
+from contract.signature import PublicKey, key_id, load_public
 from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
-from edge_runtime.conduct import Identity
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.dialling import Endpoint
 from edge_runtime.engines import open_engine
 from edge_runtime.fetching import Fetched
+from edge_runtime.identity import read_identity
 from edge_runtime.install import (
     CURRENT,
     READY,
@@ -125,14 +125,14 @@ class _Taker:
         self, config: DeviceConfig, state: State, say: Callable[[str], None], allowance: Allowance | None
     ) -> None:
         self._config, self._state, self._say = config, state, say
-        key, publisher = load_private(config.key), load_public(config.trust)
+        publisher = load_public(config.trust)
         self._trusted: Mapping[str, PublicKey] = {key_id(publisher): publisher}
         self._dog = Notifier()
         self._offered = ""
         self._allowance = allowance
         self._caller = Caller(
             Endpoint(config.server, config.ca, BUILT, config.certificate, config.certificate_key),
-            Identity(config.name, key_id(key.public_key()), lambda data: sign_raw(key, data)),
+            read_identity(config.name, config.key),
             current_name(state.packages),
         )
 

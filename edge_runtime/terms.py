@@ -12,7 +12,7 @@ from contract.errors import ConfigError, RefusedError
 from contract.manifest import Manifest
 from contract.messages import Ask, Welcome
 from contract.training import TrainingPlan
-from edge_runtime.config import DeviceConfig
+from edge_runtime.config import LocalConfig
 
 # What a server may ask for in each mode. In permuted-label mode a score_batch would give the labels away.
 ASKS_OF_MODE = {
@@ -53,7 +53,7 @@ class Terms:
 
 
 def device_terms(
-    config: DeviceConfig,
+    config: LocalConfig,
     manifest: Manifest,
     package_digest: bytes,
     class_count: int,

@@ -33,9 +33,10 @@ from contract.messages import (
 from contract.session import Acknowledged, Received, Role, Session, SessionLimits
 from contract.signature import proof_payload
 from edge_runtime.allowance import CONNECTION_BYTES
-from edge_runtime.conduct import Identity, refused
+from edge_runtime.conduct import refused
 from edge_runtime.dialling import Endpoint, channel_binding, open_socket
 from edge_runtime.fetching import Fetched
+from edge_runtime.identity import Identity
 
 TICK_S = 5.0
 M = TypeVar("M", bound=Message)

@@ -21,13 +21,13 @@ import numpy as np
 import edge_runtime.run  # noqa: F401  all that edge-run imports
 from contract.console import run_command, say
 from contract.messages import Ask, Features, Gradient, Message
-from contract.signature import key_id, load_private, sign_raw
 from contract.tokens import TokenLayout
 from edge_runtime.client import Client
-from edge_runtime.conduct import Conduct, Identity
+from edge_runtime.conduct import Conduct
 from edge_runtime.delivery import Delivery
 from edge_runtime.dialling import Endpoint
 from edge_runtime.engines import open_engine
+from edge_runtime.identity import read_identity
 from edge_runtime.pipeline import samples_per_batch
 from edge_runtime.reconnect import Backoff
 from edge_runtime.spool import Spool
@@ -94,8 +94,7 @@ async def converse(options: argparse.Namespace) -> None:
     stop, thread_stop = asyncio.Event(), threading.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     folder = options.keys / "devices" / options.name
-    key = load_private(folder / "device.key")
-    identity = Identity(options.name, key_id(key.public_key()), lambda data: sign_raw(key, data))
+    identity = read_identity(options.name, folder / "device.key")
     terms = Terms("0" * 64, 2, "0" * 64, "logit-gradient", 1.0, 1.0, 0.0, ASKS_OF_MODE["logit-gradient"])
     spool = Spool(options.state / "spool", say)
     conduct = Conduct(identity, terms, "adapt", spool)

@@ -18,8 +18,9 @@ from edge_runtime.config import DeviceConfig
 from edge_runtime.equip import equip
 from edge_runtime.part_worker import PartWorker
 from edge_runtime.profiling.rows import AWAY_PARTS, Away, AwayPart, Row
-from edge_runtime.run import StopSignals, converse
+from edge_runtime.run import converse
 from edge_runtime.stages import StageCost, Stages
+from edge_runtime.stopping import StopSignals
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.worker import Upload, Worker
@@ -142,7 +143,7 @@ async def join(config: DeviceConfig, say: Callable[[str], None]) -> Joined:
         marks = AwayMarks(equipment.stages)
         worker = MarkedWorker(equipment.worker, marks)
         marked = replace(equipment, worker=cast("Worker | PartWorker", worker))
-        report = await converse(marked, signals, True, say, watch, marks)
+        report = await converse(config, marked, signals, True, say, watch, marks)
         return Joined(report.run or "", report.package_digest, equipment.stages.costs(), marks.images)
     finally:
         equipment.state.close()

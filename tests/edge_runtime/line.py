@@ -11,6 +11,7 @@ from edge_runtime.conduct import Conduct
 from edge_runtime.config import DeviceConfig
 from edge_runtime.delivery import Delivery
 from edge_runtime.equip import Equipment, equip
+from edge_runtime.identity import read_identity
 from edge_runtime.run import draws_of
 from edge_runtime.spool import Spool
 from edge_runtime.unanswered import Unanswered
@@ -27,6 +28,7 @@ class Line:
         self.said: list[str] = []
         self.stop = threading.Event()
         self.equipment: Equipment = equip(config, purpose, self.stop, self.said.append)  # type: ignore[arg-type]
+        self.identity = read_identity(config.name, config.key)
         terms = self.equipment.terms
         values: dict[str, object] = {
             "session": "s1",
@@ -46,7 +48,7 @@ class Line:
         self.server = MemoryServer(load_public(root / "device.pub"), Welcome(**values | welcome))  # type: ignore[arg-type]
         self.spool = Spool(self.equipment.state.spool / purpose, self.said.append)
         self.window = Unanswered("infer-1", self.spool) if purpose == "infer" else None
-        self.conduct = Conduct(self.equipment.identity, terms, self.equipment.purpose, self.spool, self.window)
+        self.conduct = Conduct(self.identity, terms, self.equipment.purpose, self.spool, self.window)
         self.delivery = Delivery(self.equipment.worker, self.spool, draws_of(config), self.window, self.stop)
 
     def run(self, until: object = None) -> None:

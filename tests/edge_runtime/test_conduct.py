@@ -555,7 +555,7 @@ def test_an_offer_is_taken_when_there_is_nothing_to_do_and_not_before(
     """What a device leaves for it goes on afterwards, as after a restart."""
     line = Line(tmp_path, write_device(tmp_path, package, images), package)
     offers = Offers()
-    line.conduct = Conduct(line.equipment.identity, line.equipment.terms, "adapt", line.spool, None, offers)
+    line.conduct = Conduct(line.identity, line.equipment.terms, "adapt", line.spool, None, offers)
     line.server.on_open = lambda server: (
         server.session.send(Offer("ab" * 32, 2, 1000, False)), server.ask_features()
     )  # fmt: skip

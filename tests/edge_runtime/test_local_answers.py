@@ -15,7 +15,7 @@ from PIL import Image
 from contract.console import run_command
 from contract.errors import DataError
 from edge_runtime import cli, local_answers
-from edge_runtime.config import FIELDS, DeviceConfig
+from edge_runtime.config import FIELDS, DeviceConfig, LocalConfig
 from edge_runtime.learning import learn
 from edge_runtime.local_record import Basis, Compared, Facts, LocalRecord, from_bytes, to_bytes
 from edge_runtime.report import Report
@@ -65,11 +65,11 @@ Answers = Callable[..., dict[str, object]]
 def answers(capsys: pytest.CaptureFixture[str]) -> Answers:
     """`edge-run --infer --local` in this process: its document, or what it wrote to stderr."""
 
-    def call(config: DeviceConfig, code: int = 0) -> dict[str, object]:
+    def call(config: LocalConfig, code: int = 0) -> dict[str, object]:
         capsys.readouterr()
         words = ["--infer", "--local", "--format", "json"]
         for field in FIELDS:
-            value = getattr(config, field.name)
+            value = getattr(config, field.name, None)  # of work alone there is neither server nor key
             words += [] if value in (None, "") else ["--" + field.name.replace("_", "-"), str(value)]
         assert run_command(lambda: cli.edge_run_or_command(words)) == code
         shown = capsys.readouterr()
@@ -107,6 +107,35 @@ def test_a_run_leaves_a_head_that_answers_alone(
     assert isinstance(given, list) and len(given) == 8 and document["outcome"] == "done"
     assert all(each["answered_by"] == "local" and each["file"].startswith(each["class_name"]) for each in given)
     assert document["accuracy"] is None and document["bytes_on_wire"] == 0  # unlabelled, and nobody was asked
+
+
+def test_who_asks_no_server_names_none(
+    tmp_path: Path, package: Package, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server, name, key or certificate: --learn and --infer --local need four settings, and say which is missing."""
+    monkeypatch.chdir(tmp_path)
+    device = write_device(tmp_path, package, write_colours(tmp_path / "images", COLOURS, 6))
+    flags = {"--engine": device.engine, "--trust": device.trust, "--state": device.state, "--data": device.data}
+
+    def call(*purpose: str, without: str = "") -> tuple[int, str, str]:
+        words = [str(word) for flag, value in flags.items() if flag != without for word in (flag, value)]
+        code = run_command(lambda: cli.edge_run_or_command([*purpose, *words, "--format", "json"]))
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    code, out, err = call("--learn")
+    assert code == 0 and json.loads(out)["outcome"] == "learned", err
+    code, out, err = call("--infer", "--local")
+    assert code == 0 and {each["answered_by"] for each in json.loads(out)["predictions"]} == {"local"}, err
+    assert json.loads(out)["accuracy"] == 1.0 and json.loads(out)["connections"] == 0
+    for purpose in (("--learn",), ("--infer", "--local")):
+        for flag in flags:
+            code, out, err = call(*purpose, without=flag)
+            assert code == 2 and out == "" and f"{flag[2:]} is not set" in err, (flag, code, err)
+    code, out, err = call("--infer")
+    assert code == 2 and "server is not set" in err, err
+    code, out, err = call("--local")
+    assert code == 2 and "--local means nothing without --infer" in err, err
 
 
 def test_the_head_of_a_run_and_that_of_learning_alone_are_one(
