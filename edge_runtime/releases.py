@@ -134,8 +134,11 @@ def summary(found: Account) -> str:
     bare += f"; {len(drawn)} went to such a part under noise, one of them in {max(drawn)} draws" if drawn else ""
     unknown = sum(each.part_draws is None for each in found.images)
     bare += f"; of {unknown} an earlier version counted no draws for such a part" if unknown else ""
+    caps = (draws > found.max_releases, "max_releases", f"{found.max_releases}"), (
+        share > found.max_patch_share, "max_patch_share", f"{found.max_patch_share:.0%}",
+    )  # fmt: skip
+    in_draws, in_share = (f"{name} {cap}{', it was more when they left' if over else ''}" for over, name, cap in caps)
     return (
-        f"{len(found.images)} images have left{never}; of one image at most {draws} draws (max_releases "
-        f"{found.max_releases}) and {share:.0%} of the patches (max_patch_share {found.max_patch_share:.0%})"
-        f"{bare}{lost}"
+        f"{len(found.images)} images have left{never}; of one image at most {draws} draws ({in_draws}) and "
+        f"{share:.0%} of the patches ({in_share}){bare}{lost}"
     )

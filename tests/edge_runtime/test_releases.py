@@ -74,6 +74,9 @@ def test_the_account_tells_draws_copies_patches_and_the_least_noise(tmp_path: Pa
     assert (two.image, two.draws, two.copies, two.patch_share) == (TWO.hex(), 4, 4, 0.5)
     assert found.never == 1 and "patches 4x4:all" in one.releases[1]
     assert "at most 4 draws (max_releases 4) and 100% of the patches" in summary(found)
+    lowered = summary(replace(found, max_releases=1, max_patch_share=0.5))  # the caps of today, not of then
+    assert "4 draws (max_releases 1, it was more when they left)" in lowered
+    assert "100% of the patches (max_patch_share 50%, it was more when they left)" in lowered
     assert summary(account(open_ledger(tmp_path / "none"), None, 1, 1.0)) == "nothing ever left this device"
 
 
