@@ -384,6 +384,11 @@ class Assembler:
         """Whether chunks of an object were added and others are missing."""
         return self._object is not None
 
+    @property
+    def whole_bytes(self) -> int:
+        """How large the object will be of which some chunks have come; 0 between objects."""
+        return 0 if self._object is None else self._object[2]
+
     def add(self, chunk: Chunk) -> memoryview | None:
         """The whole object, read-only, once its last chunk is added; until then None.
 

@@ -324,6 +324,11 @@ class Session:
         """Whether some chunks of a message have come and others have not."""
         return self._assembler.unfinished
 
+    @property
+    def incoming_bytes(self) -> int:
+        """The size of the message of which some chunks have come; 0 between messages."""
+        return self._assembler.whole_bytes
+
     def pending_ack(self) -> bool:
         """Whether an acknowledgement waits for a frame to carry it."""
         return self._ack_due_s is not None

@@ -31,6 +31,7 @@ DAY_S = 86_400.0
 SAVE_S = 900.0
 RESERVES = 50  # of a budget
 CONNECTION_BYTES = 8 << 10
+GREETING_BYTES = 4 << 10  # both sides' greetings and what is asked, before the first message: rather too many
 OVERHEAD_SHARE = 20  # one byte more for so many
 FILE, FILE_BYTES = "traffic.json", 4096
 
@@ -128,11 +129,21 @@ class Allowance:
         midnight = datetime(now.year, now.month, now.day, tzinfo=timezone.utc) + timedelta(days=1)
         return min(left_s, (midnight - now).total_seconds())
 
-    def in_words(self) -> tuple[str, str]:
-        """Why there is no connection, and what to do."""
+    def in_words(self, largest_bytes: int = 0) -> tuple[str, str]:
+        """Why there is no connection, and what to do; `largest_bytes` is the largest message that waits to get through.
+
+        A message begins anew on each connection, so one that is more than a whole day's budget has to be told of.
+        """
         wait_s = self.wait_s()
         by_clock = self._today() is not None and self._today() == self._day
         until = f"until 00:00 UTC, for {_hours(wait_s)}" if by_clock else f"for {_hours(wait_s)} of running"
+        least_bytes = _cost(CONNECTION_BYTES + GREETING_BYTES + largest_bytes)
+        if largest_bytes and least_bytes > self.limit_bytes:
+            return (
+                f"the {self.limit_bytes / 1e6:g} MB of a day never let a message of {largest_bytes / 1e6:.2f} MB "
+                f"through: disconnected {until}",
+                f"give --max-mb-per-day {math.ceil(least_bytes / 1e5) / 10:g} at the least, better several times it",
+            )
         return (
             f"the {self.limit_bytes / 1e6:g} MB of this day are spent: disconnected {until}",
             "it comes back by itself; --max-mb-per-day allows more"

@@ -159,7 +159,7 @@ class Client:
 
         Raises: UnreachableError with `once`, and where this device can do without a server.
         """
-        cause, cure = allowance.in_words()
+        cause, cure = allowance.in_words(self._conduct.largest_bytes)
         if once or self._can_do_without:
             raise UnreachableError(cause, cure)
         self._say(f"{cause} ({cure})")
@@ -167,7 +167,8 @@ class Client:
         since_s = now_s if self.link.connected else self.link.since_s
         while allowance.is_spent and not stop.is_set():  # looked at often: the clock may be set meanwhile
             wait_s = allowance.wait_s()
-            self.link = Link(False, since_s, *allowance.in_words(), time.monotonic() + wait_s)
+            cause, cure = allowance.in_words(self._conduct.largest_bytes)  # the worker may have made a larger one
+            self.link = Link(False, since_s, cause, cure, time.monotonic() + wait_s)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), min(self._limits.save_up_s, wait_s + 0.1))
 

@@ -99,6 +99,11 @@ class Conduct:
         return self._session.is_amid_message
 
     @property
+    def largest_bytes(self) -> int:
+        """The largest message that is to go out, or of which a part has come; 0 where there is none."""
+        return max(self._spool.largest_bytes, self._session.incoming_bytes)
+
+    @property
     def is_amid_sending(self) -> bool:
         """Whether frames of a message wait behind others of it that were given out."""
         return self._session.is_amid_sending

@@ -121,6 +121,12 @@ class Spool:
         """Frames that are not acknowledged."""
         return len(self._places)
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of the frames that are not acknowledged; 0 where there is none."""
+        with self._lock:
+            return max((place.size for place in self._places.values()), default=0)
+
     def payload(self, seq: int) -> Payload:
         """What was kept under `seq`, ready to be sent under any numbers.
 

@@ -170,3 +170,13 @@ def test_a_day_that_ends_between_two_looks_does_not_cost_the_next_one() -> None:
     world.clock, world.running_s = world.clock + timedelta(hours=12), world.running_s + 12 * 3600
     world.allowance.exhaust()  # after the goodbye, which took until midnight
     assert world.allowance.spent_bytes == 0 and world.send(500_000)
+
+
+def test_what_fits_into_no_day_is_told_with_what_would() -> None:
+    now = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
+    allowance = Allowance(1_000_000, None, lambda record: None, lambda: now, lambda: 0.0, now)
+    most = 1_000_000 * 20 // 21 - (12 << 10)  # a twentieth more for lower layers, 12 KiB for connection and greetings
+    assert "of this day are spent" in allowance.in_words(most)[0]
+    cause, cure = allowance.in_words(most + 2)
+    assert "the 1 MB of a day never let a message of 0.94 MB through" in cause and "--max-mb-per-day 1.1 " in cure
+    assert "of this day are spent" in allowance.in_words()[0]

@@ -420,7 +420,7 @@ def test_a_spent_budget_of_bytes_is_waited_out_and_nothing_is_lost(
     clock = datetime(2026, 11, 29, 12, tzinfo=timezone.utc)
 
     class Tight(Allowance):
-        def in_words(self) -> tuple[str, str]:
+        def in_words(self, largest_bytes: int = 0) -> tuple[str, str]:
             nonlocal clock
             assert self.is_spent
             words = super().in_words()
@@ -447,6 +447,23 @@ def test_a_spent_budget_of_bytes_is_waited_out_and_nothing_is_lost(
     assert "cutlayer_device_budget_spent_bytes" in to_text(
         families(Standing(**{**status["run"], "link": Link(True, 0.0)}))
     )
+
+
+def test_a_budget_that_no_day_can_meet_is_told(
+    tmp_path: Path, package: Package, plain: SocketServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that is larger than a whole day's budget would be tried for ever, and be the user's riddle."""
+
+    def tight(limit_mb: float, clock_floor: datetime, say: object) -> Allowance:
+        return Allowance(20_000, None, lambda record: None, lambda: clock_floor, time.monotonic, clock_floor)
+
+    monkeypatch.setattr("edge_runtime.run.open_allowance", lambda root, *rest: tight(*rest))
+    images = write_images(tmp_path / "images", dict.fromkeys(CLASSES, 200))
+    config = write_device(tmp_path, package, images, plain.url, max_mb_per_day=1.0)
+    plain.memory = memory_server(tmp_path, package)
+    done = run(config, "--once")
+    assert done.code == 8 and "the 0.02 MB of a day never let a message of 0.0" in done.stderr, done.stderr
+    assert "give --max-mb-per-day 0.1 at the least" in done.stderr and plain.memory.images == 0
 
 
 def test_a_spent_budget_ends_a_single_attempt(
