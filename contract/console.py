@@ -22,8 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO, TypeVar
 
-from tqdm import tqdm
-
 from contract.errors import CutlayerError, UsageError, suggest
 from contract.extras import lacks
 
@@ -144,7 +142,12 @@ def say(text: str, level: str = "info") -> None:
     """
     with contextlib.suppress(OSError):
         if os.environ.get(LOG) != "json":
-            tqdm.write(text, file=sys.stderr)
+            if "tqdm" in sys.modules:  # then a bar may stand on the terminal
+                from tqdm import tqdm
+
+                tqdm.write(text, file=sys.stderr)
+            else:
+                sys.stderr.write(f"{text}\n")
             return
         level = "warning" if text.startswith("warning: ") else level
         line = {"level": level, "message": text, "monotonic_s": round(time.monotonic(), 3), "pid": os.getpid()}
@@ -171,6 +174,8 @@ def progress(iterable: Iterable[T] | None = None, *, total: int | None, descript
         unit: plural, as in "images".
     """
     if sys.stderr.isatty():
+        from tqdm import tqdm  # only now: a device without a terminal saves 3 MB
+
         bar: Progress[T] = tqdm(iterable, total=total, desc=description, unit=f" {unit}", file=sys.stderr)
         return bar
     return LineProgress(iterable, total, description, unit)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from contract import canonical, codec
+from contract.codec import Payload
 from contract.errors import LocalProtocolError
 from contract.messages import Message
 
@@ -56,19 +57,20 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class PipeFrame:
-    """One frame. `message` holds codec bytes and is empty for all kinds but MESSAGE; its numbers mean nothing here."""
+    """One frame. `message` holds codec bytes, or what becomes them, and is empty for all kinds but MESSAGE; its numbers
+    mean nothing here."""
 
     kind: str
     site: str = ""
     device: str = ""
     text: str = ""
     values: dict[str, Value] = field(default_factory=dict)
-    message: bytes | memoryview = b""
+    message: bytes | memoryview | Payload = b""
 
 
 def carry(site: str, device: str, message: Message) -> PipeFrame:
-    """A MESSAGE frame; numbers are given when it is sent over the wire."""
-    return PipeFrame(MESSAGE, site, device, message=codec.encode(message, seq=0, ack=0))
+    """A MESSAGE frame; numbers are given when it is sent over the wire. Its arrays are not copied."""
+    return PipeFrame(MESSAGE, site, device, message=codec.prepare(message))
 
 
 def relay(site: str, device: str, frame: bytes | memoryview) -> PipeFrame:
@@ -78,7 +80,8 @@ def relay(site: str, device: str, frame: bytes | memoryview) -> PipeFrame:
 
 def carried(frame: PipeFrame) -> Message:
     """The message of a MESSAGE frame, checked like one from the wire."""
-    return codec.decode(frame.message, codec.LIMITS.object_bytes).message
+    data = frame.message.frame(0, 0) if isinstance(frame.message, Payload) else frame.message
+    return codec.decode(data, codec.LIMITS.object_bytes).message
 
 
 def widen(descriptor: int) -> None:
@@ -93,11 +96,13 @@ def pack(frame: PipeFrame) -> bytes:
 
 
 def parts(frame: PipeFrame) -> tuple[bytes | memoryview, ...]:
-    """Frame -> bytes in two pieces; the message, which may be large, is not copied."""
+    """Frame -> bytes in pieces; the message, which may be large, is not copied."""
+    message = frame.message.parts(0, 0) if isinstance(frame.message, Payload) else (frame.message,)
+    message_bytes = sum(memoryview(part).nbytes for part in message)
     header = canonical.to_json(
         {"kind": frame.kind, "site": frame.site, "device": frame.device, "text": frame.text, "values": frame.values}
     )
-    return _LENGTHS.pack(len(header), len(frame.message)) + header, frame.message
+    return _LENGTHS.pack(len(header), message_bytes) + header, *message
 
 
 class Unpacker:

@@ -19,7 +19,7 @@ from contract.errors import CutlayerError, TrainingError
 from . import pipe
 from .pipe import PipeFrame
 
-READ_BYTES = 1 << 20
+READ_BYTES = WRITE_BYTES = 1 << 20
 _JOINED_BYTES = 256 << 10  # to copy so much costs less than a second system call
 _STOP_S = 5.0  # between asking it to stop and killing it; its files are whole at any moment
 
@@ -40,6 +40,7 @@ class TorchChild:
     def __init__(self, running: asyncio.subprocess.Process) -> None:
         self._running = running
         self._stopping = False
+        self._sending = asyncio.Lock()
 
     @classmethod
     async def start(cls, start: PipeFrame, threads: int) -> TorchChild:
@@ -57,12 +58,16 @@ class TorchChild:
         """Hand a frame over; a process that has just ended is reported by `frames`."""
         assert self._running.stdin is not None
         with contextlib.suppress(ConnectionError):
-            parts = pipe.parts(frame)
-            if len(frame.message) <= _JOINED_BYTES:
-                parts = (b"".join(parts),)
-            for part in parts:
-                self._running.stdin.write(part)
-            await self._running.stdin.drain()
+            async with self._sending:  # whole, before the next
+                parts = pipe.parts(frame)
+                if sum(map(len, parts)) <= _JOINED_BYTES:
+                    parts = (b"".join(parts),)
+                for part in parts:
+                    for start in range(
+                        0, len(part), WRITE_BYTES
+                    ):  # asyncio keeps a copy of what the pipe has no room for
+                        self._running.stdin.write(part[start : start + WRITE_BYTES])
+                        await self._running.stdin.drain()
 
     async def frames(self) -> AsyncIterator[PipeFrame]:
         """All that it says, until it is stopped.
@@ -88,9 +93,8 @@ class TorchChild:
     async def stop(self) -> None:
         """Ask it to end, and kill it when it does not within a few seconds."""
         self._stopping = True
-        await self.send(PipeFrame(pipe.STOP))
         try:
-            await asyncio.wait_for(self._running.wait(), _STOP_S)
+            await asyncio.wait_for(self._ask_to_end(), _STOP_S)
         except asyncio.TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._running.kill()
@@ -99,6 +103,10 @@ class TorchChild:
         self._running.stdin.close()
         with contextlib.suppress(ConnectionError):
             await self._running.stdin.wait_closed()
+
+    async def _ask_to_end(self) -> None:
+        await self.send(PipeFrame(pipe.STOP))  # one that reads no more takes no word of it either
+        await self._running.wait()
 
 
 def _told_error(frame: PipeFrame) -> CutlayerError:
