@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
-from contract.errors import CutlayerError, RefusedError, why
+from contract.errors import CutlayerError, PackageError, RefusedError, why
 from contract.messages import UPDATES, Fetch, Message, Offer, Piece, Verdict
 
 from .admission import Joined
@@ -46,13 +46,18 @@ class Fleet:
             rollout = await self._in_store(self._box.read)
             stock = None if rollout is None else await self._in_store(Stock, rollout.offered)
         except CutlayerError as error:
-            self._say(f"warning: nothing is offered to the devices: {error.cause}\n  cure: {error.cure}")
+            self._offer_nothing(error)
             rollout = stock = None
         self.rollout, self._stock, self._version = rollout, stock, version  # type: ignore[assignment]
         if self.rollout is not None:
             offered = self.rollout.offered
             self._say(f"offering {offered.name} version {offered.version} to {len(offered.devices)} devices")
         await self.tell(present)
+
+    def _offer_nothing(self, error: CutlayerError) -> None:
+        """Until an operator has done something about it."""
+        self._say(f"warning: nothing is offered to the devices: {error.cause}\n  cure: {error.cure}")
+        self.rollout = self._stock = None
 
     async def tell(self, present: Mapping[str, Line]) -> None:
         """Offer the package to those connected whose turn it is."""
@@ -91,7 +96,11 @@ class Fleet:
         """What a device fetches that was offered it. Raises: RefusedError."""
         if self._stock is None or self.rollout is None or not self.rollout.may_fetch(device):
             raise RefusedError("package: none is offered now", "nothing is to be done", "offer", 60.0)
-        return await self._in_store(self._stock.piece, fetch)  # type: ignore[return-value]
+        try:
+            return await self._in_store(self._stock.piece, fetch)  # type: ignore[return-value]
+        except PackageError as error:
+            self._offer_nothing(error)
+            raise RefusedError(f"package: {error.cause}", "the server's operator was told", "offer", 600.0) from error
 
     async def judge(self, device: str, verdict: Verdict, present: Mapping[str, Line]) -> None:
         """Keep what a device says of the package; others may be offered it now."""

@@ -99,12 +99,18 @@ class Box:
         write_atomic(self.root / FOLDER / PROGRESS, json.dumps(told, indent=1).encode() + b"\n")
 
 
+def package_folder(given: Path) -> Path:
+    """The folder that `--package` names, itself or by a file in it. Raises: PackageError where there is neither."""
+    if not given.exists():
+        raise PackageError(f"{given} does not exist", CURE)
+    return given if given.is_dir() else given.parent
+
+
 def read_package(folder: Path) -> tuple[Manifest, bytes]:
     """A package that may be offered: whole, byte by byte. Its signature is the devices' to check, by their own key.
 
     Raises: PackageError; ManifestError.
     """
-    folder = folder if folder.is_dir() else folder.parent
     try:
         data = (folder / MANIFEST_NAME).read_bytes()[: LIMITS.size_bytes + 1]
         (folder / SIGNATURE_NAME).read_bytes()
@@ -133,17 +139,24 @@ class Stock:
                 "give server-run update again",
             )
         self._offered = offered
-        self._names = {MANIFEST_NAME, SIGNATURE_NAME, *(record.name for record in manifest.files)}
+        names = (MANIFEST_NAME, SIGNATURE_NAME, *(record.name for record in manifest.files))
+        self._as_read = {name: _stamp(Path(offered.folder) / name) for name in names}
 
     def piece(self, fetch: Fetch) -> Piece:
         """The bytes that a device asks for.
 
-        Raises: RefusedError where they are not of this package, or its folder is gone.
+        Raises: RefusedError where they are not of this package; PackageError where the folder has changed since it was
+        read: every device would fetch it in vain, again and again.
         """
         path = Path(self._offered.folder) / fetch.file
         try:
-            if fetch.package != self._offered.package or fetch.file not in self._names:
+            if fetch.package != self._offered.package or fetch.file not in self._as_read:
                 raise _gone(f"{fetch.file} is no file of the package that is offered now")
+            if _stamp(path) != self._as_read[fetch.file]:
+                raise PackageError(
+                    f"{path} has changed since it was offered",
+                    "put the package back as export-frontend wrote it, and give server-run update again",
+                )
             with path.open("rb") as stream:
                 size_bytes = path.stat().st_size
                 stream.seek(fetch.offset)
@@ -155,14 +168,23 @@ class Stock:
         return Piece(fetch.package, fetch.file, fetch.offset, size_bytes, np.frombuffer(data, np.uint8))
 
 
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written or replaced; None where it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _gone(why: str) -> RefusedError:
     return RefusedError(f"package: {why}", "nothing is to be done: the device asks again later", "offer", 60.0)
 
 
 def offered_of(folder: Path, devices: tuple[str, ...], canary: int, issue: str) -> Offered:
     """What `server-run update` offers. Raises: PackageError, ManifestError."""
+    folder = package_folder(folder)
     manifest, found = read_package(folder)
-    folder = folder if folder.is_dir() else folder.parent
     size_bytes = sum(record.size_bytes for record in manifest.files)
     return Offered(
         found.hex(), manifest.name, manifest.version, size_bytes, str(folder.resolve()), devices, canary, issue

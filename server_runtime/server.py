@@ -103,6 +103,7 @@ class Server:
         self._limits = ServerLimits()
         self._open: set[Connection] = set()
         self._devices: dict[str, Connection] = {}
+        self._visits: dict[str, Connection] = {}  # those that came for a package
         self._status = {site: _SiteStatus() for site in job.roster.sites}
         self._requests: set[tuple[str, str, int]] = set()  # inference batches that are owed scores
         self._register = Register(job.roster, job.terms, job.root)
@@ -254,6 +255,9 @@ class Server:
         name, site = joined.device.name, joined.device.site
         self._register.came(joined)
         if joined.purpose == "update":  # no part of the run: it may have a session there as well
+            before, self._visits[name] = self._visits.get(name), connection
+            if before is not None:
+                await before.replace()
             await self._fleet.visit(connection)
             return
         older = self._devices.get(name)
@@ -270,6 +274,8 @@ class Server:
 
     async def _leave(self, connection: Connection) -> None:
         joined = connection.joined
+        if joined is not None and self._visits.get(joined.device.name) is connection:
+            del self._visits[joined.device.name]
         if joined is None or self._devices.get(joined.device.name) is not connection:
             return
         del self._devices[joined.device.name]

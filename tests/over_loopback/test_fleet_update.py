@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from websockets.exceptions import ConnectionClosed
 
 from contract.console import run_command
 from contract.errors import DeviceError
@@ -351,6 +352,62 @@ def test_a_stop_during_the_trial_is_none_that_the_package_caused(
                 taken.cancel()
                 await asyncio.gather(taken, return_exceptions=True)
         assert await fleet.take("nano-1") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_package_that_was_changed_in_place_is_fetched_once_and_its_operator_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        assert fleet.bench is not None
+        second = write_package(fleet.root / "v2", version=2, seed=1)
+        await fleet.offer(second)
+        path = second.folder / second.manifest.files[0].name
+        whole = path.read_bytes()
+        path.write_bytes(whole + b"changed")
+        assert await fleet.take("nano-1") == Taken.FAILED
+        assert "has changed since it was offered" in fleet.said[-1], fleet.said
+        warning = next(text for text in fleet.bench.said if "nothing is offered" in text)
+        assert f"{path.name} has changed since it was offered" in warning and "server-run update again" in warning
+        for name in NAMES:
+            assert await fleet.take(name) == Taken.NOTHING  # nobody tries again in vain
+        await fleet.offer(second, code=4)
+        path.write_bytes(whole)
+        await fleet.offer(second)
+        assert await fleet.take("nano-1") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_package_folder_that_is_not_there_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the folder around it either, which may be another package."""
+
+    async def story(fleet: Fleet) -> None:
+        second = write_package(fleet.root / "v2", version=2)
+        inner = replace(second, folder=second.folder / "v3")
+        await fleet.offer(inner, code=4)
+        assert offers.Box(fleet.root / "roster").read() is None
+        await fleet.offer(replace(second, folder=second.folder / second.manifest.files[0].name))  # a file in it will do
+        assert await fleet.take("nano-1") == Taken.READY
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_a_newer_visit_of_a_device_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(fleet: Fleet) -> None:
+        assert fleet.bench is not None
+        server, visitor = fleet.bench.server, replace(fleet.bench.hello("pi"), purpose="update")
+        async with fleet.bench.device(visitor) as older:
+            assert isinstance(await older.receive(), Offer)
+            async with fleet.bench.device(visitor) as newer, fleet.bench.device(fleet.bench.hello("pi")):
+                assert isinstance(await newer.receive(), Offer)
+                with pytest.raises(ConnectionClosed, match="replaced by a newer session"):
+                    await older.receive()
+                assert len(server._visits) == 1 and "pi" in server._devices  # a session of the run stands beside it
+        while server._open:
+            await asyncio.sleep(0.02)
+        assert not server._visits and not server._devices
 
     run(story, tmp_path, monkeypatch)
 
