@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from contract import errors
@@ -55,17 +55,21 @@ class TorchChild:
         return child
 
     async def send(self, frame: PipeFrame) -> None:
-        """Hand a frame over; a process that has just ended is reported by `frames`."""
+        """Hand a frame over, whole even if the caller is cancelled; a process that has just ended is reported by
+        `frames`."""
+        parts = pipe.parts(frame)
+        if sum(map(len, parts)) <= _JOINED_BYTES:
+            await self._write((b"".join(parts),))
+        else:
+            await asyncio.shield(self._write(parts))
+
+    async def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        """All of a frame before the next; in pieces, as asyncio copies what the pipe has no room for."""
         assert self._running.stdin is not None
-        with contextlib.suppress(ConnectionError):
-            async with self._sending:  # whole, before the next
-                parts = pipe.parts(frame)
-                if sum(map(len, parts)) <= _JOINED_BYTES:
-                    parts = (b"".join(parts),)
+        async with self._sending:
+            with contextlib.suppress(ConnectionError):
                 for part in parts:
-                    for start in range(
-                        0, len(part), WRITE_BYTES
-                    ):  # asyncio keeps a copy of what the pipe has no room for
+                    for start in range(0, len(part), WRITE_BYTES):
                         self._running.stdin.write(part[start : start + WRITE_BYTES])
                         await self._running.stdin.drain()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from contract.errors import CutlayerError, PackageError, TrainingError
+from server_runtime import pipe, torch_child
 from server_runtime.pipe import PipeFrame
 from server_runtime.torch_child import TorchChild, environment
 
@@ -73,6 +75,63 @@ def test_it_is_stopped_by_a_frame() -> None:
         assert [frame async for frame in child.frames()] == []
 
     asyncio.run(run())
+
+
+WAITS = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}); " + SAY.format("PipeFrame(pipe.READY)")
+READS = """
+signal.sigwait({signal.SIGUSR1})
+unpacker = pipe.Unpacker()
+while data := os.read(0, 1 << 16):
+    for frame in unpacker.feed(data):
+        sys.stdout.buffer.write(pack(PipeFrame(frame.kind, frame.site, text=str(len(frame.message)))))
+        sys.stdout.flush()
+        if frame.kind == pipe.STOP: sys.exit(0)
+"""
+
+
+async def amid_a_large_frame(child: TorchChild) -> asyncio.Task[None]:
+    """A frame that is under way to a child that does not read yet."""
+    async for _ in child.frames():
+        break
+    sending = asyncio.create_task(child.send(PipeFrame(pipe.MESSAGE, "clinic", message=bytes(8 << 20))))
+    assert child._running.stdin is not None
+    while not child._running.stdin.transport.get_write_buffer_size():
+        await asyncio.sleep(0)
+    return sending
+
+
+def test_a_frame_is_handed_over_whole_even_if_its_sender_is_cancelled() -> None:
+    async def run() -> None:
+        child = await child_of(f"exec({WAITS + chr(10) + READS!r})")
+        sending = await amid_a_large_frame(child)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        after = asyncio.create_task(child.send(PipeFrame(pipe.LEFT, "clinic")))
+        child._running.send_signal(signal.SIGUSR1)
+        come = []
+        async for frame in child.frames():
+            come.append((frame.kind, frame.text))
+            if len(come) == 2:
+                break
+        assert come == [(pipe.MESSAGE, str(8 << 20)), (pipe.LEFT, "0")]
+        await after
+        await child.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_one_that_reads_no_more_is_killed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_child, "_STOP_S", 0.3)
+
+    async def run() -> None:
+        child = await child_of(WAITS + "signal.sigwait({signal.SIGUSR1})")
+        sending = await amid_a_large_frame(child)
+        await child.stop()
+        assert child._running.returncode == -signal.SIGKILL
+        await sending  # the pipe is broken, which `frames` would tell
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_threads_and_import_path_are_fixed_before_it_starts() -> None:
