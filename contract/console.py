@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import json
 import os
 import re
@@ -50,6 +51,11 @@ def run_command(main: Callable[[], int]) -> int:
             sys.stderr.flush()
         except OSError:
             _discard(sys.stderr)
+
+
+def run_module(name: str) -> int:
+    """Load a command's module and run its `main`: a stop while Python still imports is as quiet as a later one."""
+    return run_command(lambda: int(importlib.import_module(name).main()))
 
 
 def _answer(main: Callable[[], int]) -> int:

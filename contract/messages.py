@@ -30,6 +30,7 @@ from contract.names import is_name
 PROTOCOL_MIN = 1
 PROTOCOL = 1
 UPGRADE_REQUIRED = "upgrade-required"
+PIECE_BYTES = 512 << 10  # of a package's file that come at once
 UPDATES = "updates"  # a hello's feature: this device takes packages that are offered
 # Which check a package did not pass on a device.
 Reason = Literal[

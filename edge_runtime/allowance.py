@@ -86,6 +86,10 @@ class Allowance:
         self.look()
         return self._spent + _cost(count) <= self.limit_bytes
 
+    def allows_ever(self, largest_bytes: int) -> bool:
+        """Whether a whole day lets a message of so many bytes through, which begins anew on each connection."""
+        return _least_bytes(largest_bytes) <= self.limit_bytes
+
     def count(self, count: int) -> None:
         """A message of so many bytes went or came."""
         self.look()
@@ -130,19 +134,15 @@ class Allowance:
         return min(left_s, (midnight - now).total_seconds())
 
     def in_words(self, largest_bytes: int = 0) -> tuple[str, str]:
-        """Why there is no connection, and what to do; `largest_bytes` is the largest message that waits to get through.
-
-        A message begins anew on each connection, so one that is more than a whole day's budget has to be told of.
-        """
+        """Why there is no connection, and what to do; `largest_bytes` is the largest message that is to get through."""
         wait_s = self.wait_s()
         by_clock = self._today() is not None and self._today() == self._day
         until = f"until 00:00 UTC, for {_hours(wait_s)}" if by_clock else f"for {_hours(wait_s)} of running"
-        least_bytes = _cost(CONNECTION_BYTES + GREETING_BYTES + largest_bytes)
-        if largest_bytes and least_bytes > self.limit_bytes:
+        if largest_bytes and not self.allows_ever(largest_bytes):
             return (
                 f"the {self.limit_bytes / 1e6:g} MB of a day never let a message of {largest_bytes / 1e6:.2f} MB "
                 f"through: disconnected {until}",
-                f"give --max-mb-per-day {math.ceil(least_bytes / 1e5) / 10:g} at the least, better several times it",
+                f"give --max-mb-per-day {least_mb(largest_bytes):g} at the least, better several times it",
             )
         return (
             f"the {self.limit_bytes / 1e6:g} MB of this day are spent: disconnected {until}",
@@ -180,6 +180,15 @@ def open_allowance(
         time.monotonic,
         clock_floor,
     )
+
+
+def least_mb(largest_bytes: int) -> float:
+    """The least budget of a day, to a tenth of a MB, that lets a message of so many bytes through."""
+    return math.ceil(_least_bytes(largest_bytes) / 1e5) / 10
+
+
+def _least_bytes(largest_bytes: int) -> int:
+    return _cost(CONNECTION_BYTES + GREETING_BYTES + largest_bytes)
 
 
 def _cost(count: int) -> int:

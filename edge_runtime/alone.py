@@ -17,7 +17,7 @@ from edge_runtime.part_worker import PartWorker
 from edge_runtime.predictions import accuracy, predict
 from edge_runtime.report import Report
 from edge_runtime.run_report import Talk, make_report
-from edge_runtime.stopping import StopSignals
+from edge_runtime.stop_signals import StopSignals
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from contract.errors import ConfigError
-from contract.privacy_table import PrivacyTable
+
+if TYPE_CHECKING:  # it brings numpy, and the settings' help comes through here
+    from contract.privacy_table import PrivacyTable
 
 DRIFT = 0.10  # of the energy that the table says: beyond, it is measured anew
 

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from contract import commands
 from contract.config import check_inputs
@@ -42,10 +42,12 @@ from edge_runtime.config import (
     prewarm_config,
     resolve_config,
 )
-from edge_runtime.report import Report, document, to_csv, to_table
 from edge_runtime.state import write_output
 from edge_runtime.stopping import stop_on_sigterm
 from edge_runtime.threads import workers_left
+
+if TYPE_CHECKING:
+    from edge_runtime.report import Report
 
 FORMATS = ("table", "csv", "json")
 PREVIEW_NEEDS = ("engine", "trust", "state")
@@ -185,7 +187,7 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         return answer_alone(config, arguments)
     if arguments.offline:
         return work_offline(config, arguments)
-    from edge_runtime.run import run_device  # only now: --help and --show-config need neither numpy nor sockets
+    from edge_runtime.run import run_device  # only now: --help and --show-config need no numpy
 
     purpose: Literal["infer", "adapt"] = "infer" if arguments.infer else "adapt"
     report = asyncio.run(run_device(config, purpose, arguments.once, say))
@@ -298,6 +300,8 @@ def show_releases(config: AccountConfig, arguments: argparse.Namespace) -> int:
 
 def print_report(report: Report, form: str, output: Path | None) -> None:
     """To stdout, or whole into a file."""
+    from edge_runtime.report import document, to_csv, to_table  # as above
+
     if form == "json":
         print_text(output, lambda: print_document("edge-run", document(report)))
     else:

@@ -25,7 +25,7 @@ NOISE_MODES = ("keyed", "fresh")
 NAME_CURE = "correct --name: it is the name that server-run claim was given"
 
 FIELDS = (
-    Field("engine", str, REQUIRED, "the package folder, or DIR/front.onnx or DIR/front.plan in it"),
+    Field("engine", Path, REQUIRED, "the package folder, or DIR/front.onnx or DIR/front.plan in it"),
     Field(
         "data", Path, REQUIRED, "the image folder: one folder per class, or loose images with --infer", reads="folder"
     ),
@@ -192,7 +192,7 @@ def resolve_config(
 
 def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
-    config = DeviceConfig(**values)
+    config = DeviceConfig(**_of(DeviceConfig, values))
     check_name(config.name, "the device's name", NAME_CURE)
     check_work(config)
     check_server(config.server)
@@ -205,14 +205,14 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
 
 def local_config(values: Mapping[str, Any]) -> LocalConfig:
     """The checked settings of work that asks no server, out of all. Raises: ConfigError naming the setting."""
-    config = LocalConfig(**{field.name: values[field.name] for field in fields(LocalConfig)})
+    config = LocalConfig(**_of(LocalConfig, values))
     check_work(config)
     return config
 
 
 def preview_config(values: Mapping[str, Any]) -> PreviewConfig:
     """The checked settings of a preview, out of all. Raises: ConfigError naming the setting."""
-    config = PreviewConfig(**{field.name: values[field.name] for field in fields(PreviewConfig)})
+    config = PreviewConfig(**_of(PreviewConfig, values))
     check_protection(config)
     return config
 
@@ -231,7 +231,7 @@ class PrewarmConfig:
 
 def prewarm_config(values: Mapping[str, Any]) -> PrewarmConfig:
     """The checked settings of a prewarm, out of all. Raises: ConfigError naming the setting."""
-    config = PrewarmConfig(**{field.name: values[field.name] for field in fields(PrewarmConfig)})
+    config = PrewarmConfig(**_of(PrewarmConfig, values))
     require_range("alpha", config.alpha, 0.0, 1.0)
     require_range("threads", config.threads, 0, 1024)
     return config
@@ -249,9 +249,16 @@ class AccountConfig:
 
 def account_config(values: Mapping[str, Any]) -> AccountConfig:
     """The checked settings of the account, out of all. Raises: ConfigError naming the setting."""
-    config = AccountConfig(**{field.name: values[field.name] for field in fields(AccountConfig)})
+    config = AccountConfig(**_of(AccountConfig, values))
     check_caps(config)
     return config
+
+
+def _of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of its fields, out of all. The engine is a path to be resolved as others are, and then a name: what
+    follows the folder in it need not be there."""
+    chosen = {field.name: values[field.name] for field in fields(config) if field.name in values}
+    return {**chosen, "engine": str(values["engine"])} if "engine" in chosen else chosen
 
 
 def check_work(config: LocalConfig) -> None:

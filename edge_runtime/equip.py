@@ -21,7 +21,7 @@ from contract.console import Progress, progress
 from contract.errors import ConfigError, EngineError, suggest
 from contract.keyed_noise import class_list_hash, permutation
 from contract.signature import PublicKey, key_id, load_public
-from edge_runtime.config import LocalConfig
+from edge_runtime.config import DeviceConfig, LocalConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.data import Dataset
 from edge_runtime.delivery import Stopped, check_stop
@@ -40,8 +40,8 @@ from edge_runtime.pipeline import Frontend
 from edge_runtime.reconnect import BUILT
 from edge_runtime.release_ledger import ReleaseLedger
 from edge_runtime.stages import Stages
-from edge_runtime.state import State, open_secret, open_state, read_secret
-from edge_runtime.stopping import STOP_S, StopSignals
+from edge_runtime.state import SECRET_BYTES, State, open_secret, open_state, read_secret
+from edge_runtime.stop_signals import STOP_S, StopSignals
 from edge_runtime.terms import Terms, device_terms, protection
 from edge_runtime.threads import in_worker
 from edge_runtime.worker import Bench, Surroundings, Worker
@@ -232,9 +232,14 @@ def open_bar(total: int, description: str, unit: str) -> Progress[None]:
 
 
 def open_site_secret(config: LocalConfig, state: State, say: Callable[[str], None]) -> bytes:
-    """The secret that a site's devices share; a device that was given none makes its own and says what that means."""
+    """The secret that a site's devices share; a device that was given none makes its own and says what that means.
+
+    It numbers classes for a server: work that asks none makes none that would stay.
+    """
     if config.site_secret is not None:
         return read_secret(config.site_secret, "site secret (--site-secret)")
+    if not isinstance(config, DeviceConfig) and not state.site_secret.exists():
+        return secrets.token_bytes(SECRET_BYTES)
     secret, made = open_secret(state.site_secret, "site secret")
     if made:
         say(

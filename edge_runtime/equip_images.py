@@ -79,7 +79,7 @@ def find_images(
     if not listed:
         raise ConfigError(
             "this device does not know the class list that predictions are named by",
-            "adapt with this --state first, or give --classes FILE",
+            "adapt with this --state first (or edge-run --learn with labelled images), or give --classes FILE",
         )
     known = grown(listed, learned)
     found = grown(known, class_folders(config.data))

@@ -20,6 +20,8 @@ from edge_runtime.run_report import Talk, make_report
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.worker import Worker
 
+STOPPED = "stopped before it had learned: what it had learned before stays"
+
 
 def learn(config: LocalConfig, stop: threading.Event, say: Callable[[str], None]) -> Report | None:
     """None when it was stopped before it had learned.
@@ -30,6 +32,7 @@ def learn(config: LocalConfig, stop: threading.Event, say: Callable[[str], None]
     try:
         equipment = equip(config, "learn", stop, say)
     except Stopped:
+        say(STOPPED)
         return None
     try:
         learner, worker = equipment.learner, equipment.worker
@@ -42,6 +45,7 @@ def learn(config: LocalConfig, stop: threading.Event, say: Callable[[str], None]
             learner.learn()
         return make_report(equipment, "learned", None, Talk(Traffic()), watch)
     except Stopped:
+        say(STOPPED)
         return None
     finally:
         equipment.state.close()

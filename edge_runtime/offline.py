@@ -27,7 +27,7 @@ from edge_runtime.reconnect import BUILT
 from edge_runtime.report import Report
 from edge_runtime.run_report import Talk, make_report
 from edge_runtime.spool import Spool
-from edge_runtime.stopping import StopSignals
+from edge_runtime.stop_signals import StopSignals
 from edge_runtime.stored import FOLDER, SESSION, Record, open_spool, read_record, write_record
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch

@@ -43,7 +43,7 @@ from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
 from edge_runtime.standing import Recorder, Standing
 from edge_runtime.status_file import boot_id
-from edge_runtime.stopping import STOP_S, StopSignals
+from edge_runtime.stop_signals import STOP_S, StopSignals
 from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch

@@ -23,7 +23,7 @@ from edge_runtime.identity import Identity, read_identity
 from edge_runtime.reconnect import BUILT, Backoff
 from edge_runtime.spool import Spool
 from edge_runtime.state import open_state
-from edge_runtime.stopping import StopSignals
+from edge_runtime.stop_signals import StopSignals
 from edge_runtime.stored import FOLDER, RECORD_FILE, StoredWorker, open_spool, read_record
 
 

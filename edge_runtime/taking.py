@@ -37,9 +37,9 @@ from contract.errors import (
     WeakerError,
 )
 from contract.manifest import LIMITS, MANIFEST_NAME, Manifest, digest, from_bytes
-from contract.messages import Offer, Reason, Verdict
+from contract.messages import PIECE_BYTES, Offer, Reason, Verdict
 from contract.signature import PublicKey, key_id, load_public
-from edge_runtime.allowance import Allowance, BudgetSpent, open_allowance
+from edge_runtime.allowance import Allowance, BudgetSpent, least_mb, open_allowance
 from edge_runtime.config import DeviceConfig
 from edge_runtime.cpus import allowed_affinity, usable_cpus
 from edge_runtime.dialling import Endpoint
@@ -147,7 +147,7 @@ class _Taker:
         except DeviceError as error:  # the disk is full: another may try it
             if not self._offered:
                 raise
-            self._say(f"the package that the server offers cannot be taken: {error.cause}")
+            self._say(f"the package that the server offers cannot be taken: {error.cause} ({error.cure})")
             shutil.rmtree(self._state.root / FETCHED, ignore_errors=True)
             verdict = Verdict(self._offered, "not-tried", "device")
         if told is not None:
@@ -192,6 +192,13 @@ class _Taker:
             return Verdict(offer.package, "ok", "")
         if offer.package in quarantined(packages):
             return Verdict(offer.package, "refused", "quarantined")
+        largest_bytes = min(offer.size_bytes, PIECE_BYTES)
+        if self._allowance is not None and not self._allowance.allows_ever(largest_bytes):
+            limit_mb, piece_mb = self._allowance.limit_bytes / 1e6, largest_bytes / 1e6
+            raise DeviceError(  # every day would be spent on it, and it would never arrive
+                f"the {limit_mb:g} MB of a day never let a piece of {piece_mb:.2f} MB through",
+                f"give --max-mb-per-day {least_mb(largest_bytes):g} at the least",
+            )
         self._say(f"fetching package version {offer.version} ({offer.package[:12]}, {offer.size_bytes / 1e6:.1f} MB)")
         admit = partial(self._admit, bytes.fromhex(offer.package))
         return Fetched(self._state.root / FETCHED, offer.package, self._trusted, admit)

@@ -94,12 +94,14 @@ class Fleet:
 
     async def piece(self, device: str, fetch: Fetch) -> Piece:
         """What a device fetches that was offered it. Raises: RefusedError."""
-        if self._stock is None or self.rollout is None or not self.rollout.may_fetch(device):
+        stock = self._stock
+        if stock is None or self.rollout is None or not self.rollout.may_fetch(device):
             raise RefusedError("package: none is offered now", "nothing is to be done", "offer", 60.0)
         try:
-            return await self._in_store(self._stock.piece, fetch)  # type: ignore[return-value]
+            return await self._in_store(stock.piece, fetch)  # type: ignore[return-value]
         except PackageError as error:
-            self._offer_nothing(error)
+            if self._stock is stock:  # else a newer offer has come meanwhile, which is another matter
+                self._offer_nothing(error)
             raise RefusedError(f"package: {error.cause}", "the server's operator was told", "offer", 600.0) from error
 
     async def judge(self, device: str, verdict: Verdict, present: Mapping[str, Line]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,13 +19,12 @@ import numpy as np
 
 from contract.errors import PackageError, RefusedError, RollbackError, why
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, Manifest, digest, from_bytes
-from contract.messages import Fetch, Piece
+from contract.messages import PIECE_BYTES, Fetch, Piece
 
 from .files import remove, write_atomic
 from .rollout import OK, Offered, Rollout
 
 FOLDER, OFFER, PROGRESS = ".update", "offer.json", "progress.json"
-PIECE_BYTES = 512 << 10
 CURE = "give the package folder as export-frontend wrote it"
 
 
@@ -101,9 +101,11 @@ class Box:
 
 def package_folder(given: Path) -> Path:
     """The folder that `--package` names, itself or by a file in it. Raises: PackageError where there is neither."""
-    if not given.exists():
-        raise PackageError(f"{given} does not exist", CURE)
-    return given if given.is_dir() else given.parent
+    try:
+        mode = given.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a name that no system takes
+        raise PackageError(f"there is no package {given}: {why(error)}", CURE) from error
+    return given if stat.S_ISDIR(mode) else given.parent
 
 
 def read_package(folder: Path) -> tuple[Manifest, bytes]:

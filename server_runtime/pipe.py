@@ -97,12 +97,12 @@ def pack(frame: PipeFrame) -> bytes:
 
 def parts(frame: PipeFrame) -> tuple[bytes | memoryview, ...]:
     """Frame -> bytes in pieces; the message, which may be large, is not copied."""
-    message = frame.message.parts(0, 0) if isinstance(frame.message, Payload) else (frame.message,)
-    message_bytes = sum(memoryview(part).nbytes for part in message)
+    pieces = frame.message.parts(0, 0) if isinstance(frame.message, Payload) else (frame.message,)
+    message = [memoryview(piece).cast("B") for piece in pieces]  # an array's own would be counted in items
     header = canonical.to_json(
         {"kind": frame.kind, "site": frame.site, "device": frame.device, "text": frame.text, "values": frame.values}
     )
-    return _LENGTHS.pack(len(header), message_bytes) + header, *message
+    return _LENGTHS.pack(len(header), sum(map(len, message))) + header, *message
 
 
 class Unpacker:

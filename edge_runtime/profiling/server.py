@@ -20,7 +20,7 @@ from edge_runtime.part_worker import PartWorker
 from edge_runtime.profiling.rows import AWAY_PARTS, Away, AwayPart, Row
 from edge_runtime.run import converse
 from edge_runtime.stages import StageCost, Stages
-from edge_runtime.stopping import StopSignals
+from edge_runtime.stop_signals import StopSignals
 from edge_runtime.threads import in_worker
 from edge_runtime.throttle import SlowdownWatch
 from edge_runtime.worker import Upload, Worker

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from contract.console import ArgumentParser, LineProgress, print_document, progress, run_command, say
+from contract.console import ArgumentParser, LineProgress, print_document, progress, run_command, run_module, say
 from contract.errors import GateError, UsageError
 
 
@@ -95,6 +95,17 @@ def test_debug_shows_the_traceback(
 
 def test_an_interrupt_is_130_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_while_a_command_is_still_loaded_is_as_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_load.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "quick_to_load.py").write_text("def main():\n    return 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_module("slow_to_load") == 130
+    assert run_module("quick_to_load") == 7
     assert capsys.readouterr() == ("", "")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import ConfigError
 from contract.manifest import LabelMode
-from edge_runtime.config import DeviceConfig, device_config, is_loopback, resolve_config
+from edge_runtime.config import DeviceConfig, device_config, is_loopback, local_config, resolve_config
 
 NEEDED = """
 engine = "front/front.plan"
@@ -28,6 +28,7 @@ def read(directory: Path, text: str = NEEDED, flags: dict[str, object] | None = 
 def test_what_the_command_line_leaves_out_comes_from_edge_toml(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert config.data == tmp_path / "images" and config.label_mode == "permuted-label"
+    assert config.engine == str(tmp_path / "front/front.plan")  # as every path in a file
     assert (config.alpha, config.kappa_floor, config.max_releases) == (None, None, 1)
 
 
@@ -35,6 +36,17 @@ def test_what_the_command_line_leaves_out_comes_from_edge_toml(tmp_path: Path) -
 def test_every_label_mode_of_a_package_can_be_set(tmp_path: Path, mode: str) -> None:
     assert mode in get_args(LabelMode)
     assert read(tmp_path, f"{NEEDED}label_mode = '{mode}'").label_mode == mode
+
+
+def test_work_alone_needs_no_server_and_reads_past_one(tmp_path: Path) -> None:
+    (tmp_path / "edge.toml").write_text("[device]\n" + NEEDED + "metrics = '8.8.8.8:1'\n")
+    values = resolve_config({}, {}, None, tmp_path, ("engine", "data", "trust", "state")).values
+    config = local_config(values)
+    assert not isinstance(config, DeviceConfig) and config.engine == str(tmp_path / "front/front.plan")
+    with pytest.raises(ConfigError, match="metrics should be"):
+        device_config(values)
+    with pytest.raises(ConfigError, match="threads should be"):
+        local_config({**values, "threads": -1})
 
 
 def test_flags_go_over_environment_over_file(tmp_path: Path) -> None:

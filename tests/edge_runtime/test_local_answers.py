@@ -125,6 +125,7 @@ def test_who_asks_no_server_names_none(
 
     code, out, err = call("--learn")
     assert code == 0 and json.loads(out)["outcome"] == "learned", err
+    assert "site" not in err and not (device.state / "identity" / "site_secret").exists()  # it has to do with a server
     code, out, err = call("--infer", "--local")
     assert code == 0 and {each["answered_by"] for each in json.loads(out)["predictions"]} == {"local"}, err
     assert json.loads(out)["accuracy"] == 1.0 and json.loads(out)["connections"] == 0
@@ -136,6 +137,14 @@ def test_who_asks_no_server_names_none(
     assert code == 2 and "server is not set" in err, err
     code, out, err = call("--local")
     assert code == 2 and "--local means nothing without --infer" in err, err
+
+
+def test_learning_that_is_stopped_says_so(config: DeviceConfig) -> None:
+    said: list[str] = []
+    stop = threading.Event()
+    stop.set()
+    assert learn(config, stop, said.append) is None
+    assert said[-1] == "stopped before it had learned: what it had learned before stays"
 
 
 def test_the_head_of_a_run_and_that_of_learning_alone_are_one(

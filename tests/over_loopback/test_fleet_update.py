@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from safetensors.numpy import save
 from websockets.exceptions import ConnectionClosed
 
 from contract.console import run_command
-from contract.errors import DeviceError
+from contract.errors import DeviceError, PackageError, RefusedError
 from contract.messages import Bye, Fetch, Offer, Piece
 from contract.signature import generate, key_id
 from contract.tokens import SentRule
@@ -26,6 +28,7 @@ from edge_runtime.install import current_name, install, quarantined
 from edge_runtime.taking import Taken, take, takes_packages
 from edge_runtime.update import Trial
 from server_runtime import cli, offers
+from server_runtime import fleet as fleets
 from server_runtime.connection import Connection
 from server_runtime.status import in_words
 from tests.edge_runtime.fake_package import PUBLISHER, Package, fake_model, write_device, write_images, write_package
@@ -392,6 +395,50 @@ def test_a_package_folder_that_is_not_there_offers_nothing(tmp_path: Path, monke
         assert await fleet.take("nano-1") == Taken.READY
 
     run(story, tmp_path, monkeypatch)
+
+
+def test_what_the_old_offer_lacks_does_not_withdraw_a_newer_one() -> None:
+    """While a device asks for a piece of it, the operator offers the package anew."""
+
+    async def story() -> None:
+        fleet = fleets.Fleet(None, meanwhile, said.append)  # type: ignore[arg-type]
+        newer: Any = object()
+
+        async def meanwhile_of(call: Callable[..., object], *arguments: object) -> object:
+            fleet._stock = newer
+            raise PackageError("a file has changed", "offer it again")
+
+        fleet._in_store = meanwhile_of  # type: ignore[method-assign, assignment]
+        fleet.rollout, fleet._stock = Mock(), Mock()
+        with pytest.raises(RefusedError, match="a file has changed"):
+            await fleet.piece("nano-1", Fetch("0" * 64, "front.onnx", 0))
+        assert fleet._stock is newer and fleet.rollout is not None and said == []
+
+    async def meanwhile(*words: object) -> object:
+        raise AssertionError
+
+    said: list[str] = []
+    asyncio.run(story())
+
+
+def test_a_budget_below_a_piece_takes_no_package_and_says_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        await fleet.offer(write_package(fleet.root / "v2", version=2, more={"large.bin": os.urandom(700_000)}))
+        said: list[str] = []
+        assert await take(replace(fleet.config("nano-1"), max_mb_per_day=0.5), said.append) == Taken.NOTHING
+        assert "the 0.5 MB of a day never let a piece of 0.52 MB through (give --max-mb-per-day 0.6" in said[-1], said
+        assert fleet.told["nano-1"] == "not-tried: device"
+        assert await fleet.take("nano-2") == Taken.READY  # another canary, that may
+
+    run(story, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "gone/front"])
+def test_a_place_that_cannot_be_looked_at_is_no_package(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PackageError, match="there is no package"):
+        offers.package_folder(tmp_path / name)
 
 
 def test_a_newer_visit_of_a_device_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

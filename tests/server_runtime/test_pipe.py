@@ -36,6 +36,20 @@ def test_messages_are_carried_as_codec_bytes() -> None:
     assert np.array_equal(again.tensors["features"], ask.tensors["features"])
 
 
+def test_arrays_of_wider_items_come_through_uncopied() -> None:
+    values = np.arange(60_000, dtype=np.float32)
+    tensors = {"features": values.reshape(200, 300), "sample_ids": np.zeros((200, 16), np.uint8)}
+    frame = carry("clinic", "pi", Ask("a", "head_step", {"step": 1, "after": 0, "base": 0}, 5.0, tensors))
+    pieces = pipe.parts(frame)
+    assert any(
+        isinstance(piece, memoryview) and np.shares_memory(np.frombuffer(piece, np.uint8), values) for piece in pieces
+    )
+    assert all(memoryview(piece).itemsize == 1 and memoryview(piece).ndim == 1 for piece in pieces)  # to be sliced
+    (come,) = Unpacker().feed(b"".join(pieces))
+    again = carried(come)
+    assert isinstance(again, Ask) and np.array_equal(again.tensors["features"], tensors["features"])
+
+
 def test_a_message_larger_than_a_wire_frame_is_carried() -> None:
     large = Gradient("a", 0.5, 1, 4, np.ones((4, 200_000), np.float32))
     again = carried(carry("clinic", "pi", large))
