@@ -178,7 +178,7 @@ def resolve_settings(arguments: argparse.Namespace, environ: Mapping[str, str], 
     flags = {field.name: getattr(arguments, field.name, None) for field in FIELDS} | {"engine": None}
     file = find_file(arguments.config, directory, FILES)
     values = resolve(SECTION, fields, flags, environ, file).values
-    engines = arguments.engine or ([values["engine"]] if values["engine"] else [])
+    engines = arguments.engine or ([str(values["engine"])] if values["engine"] else [])
     for name, found in (("engine", engines), ("trust", values["trust"])):
         if not found:
             help_text = next(field.help for field in FIELDS if field.name == name)

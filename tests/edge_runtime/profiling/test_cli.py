@@ -137,7 +137,7 @@ def test_a_cap_is_written_with_its_environment(folder: Path, capsys: pytest.Capt
 def test_settings_come_from_where_edge_run_takes_them(folder: Path) -> None:
     (folder / "edge.toml").write_text('[device]\nengine = "front"\ntrust = "publisher.pub"\nthreads = 3\n')
     found = resolve_settings(parser().parse_args([]), {}, folder)
-    assert (found.engines, found.trust, found.threads) == (("front",), folder / "publisher.pub", 3)
+    assert (found.engines, found.trust, found.threads) == ((str(folder / "front"),), folder / "publisher.pub", 3)
     flags = parser().parse_args(["--engine", "a", "--engine", "b", "--threads", "1"])
     found = resolve_settings(flags, {"CUTLAYER_DEVICE_TRUST": "other.pub"}, folder)
     assert (found.engines, found.trust, found.threads) == (("a", "b"), Path("other.pub"), 1)
