@@ -180,7 +180,7 @@ def progress(iterable: Iterable[T] | None = None, *, total: int | None, descript
         unit: plural, as in "images".
     """
     if sys.stderr.isatty():
-        from tqdm import tqdm  # only now: a device without a terminal saves 3 MB
+        from tqdm import tqdm  # only now: most devices have no terminal
 
         bar: Progress[T] = tqdm(iterable, total=total, desc=description, unit=f" {unit}", file=sys.stderr)
         return bar
