@@ -57,8 +57,8 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class PipeFrame:
-    """One frame. `message` holds codec bytes, or what becomes them, and is empty for all kinds but MESSAGE; its numbers
-    mean nothing here."""
+    """One frame. `message` holds codec bytes, or before it is sent what becomes them, and is empty for all kinds but
+    MESSAGE; its numbers mean nothing here."""
 
     kind: str
     site: str = ""

@@ -47,7 +47,8 @@ class FakeChild:
         while (said := await self.says.get()) is not None:
             if isinstance(said, Exception):
                 raise said
-            yield said
+            for frame in pipe.Unpacker().feed(pipe.pack(said)):  # as it comes out of a pipe
+                yield frame
 
     async def stop(self) -> None:
         self.says.put_nowait(None)
