@@ -17,4 +17,4 @@ def server_status() -> int:
 
 def leakage_profile() -> int:
     """leakage-profile."""
-    return run_module("server_runtime.leakage.command")
+    return run_module("server_runtime.leakage.cli")

@@ -47,8 +47,8 @@ def test_each_extra_is_one_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_attacks_command_says_what_a_device_lacks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from server_runtime.leakage import command
+    from server_runtime.entry import leakage_profile
 
     monkeypatch.setattr(sys, "argv", ["leakage-profile", "--help"])
-    assert command.main() == 2
+    assert leakage_profile() == 2
     assert "cutlayer[server]" in capsys.readouterr().err
