@@ -31,6 +31,7 @@ PROTOCOL_MIN = 1
 PROTOCOL = 1
 UPGRADE_REQUIRED = "upgrade-required"
 PIECE_BYTES = 512 << 10  # of a package's file that come at once
+EVERY_IMAGE = -1.0  # as the threshold of an ask for features
 UPDATES = "updates"  # a hello's feature: this device takes packages that are offered
 # Which check a package did not pass on a device.
 Reason = Literal[
@@ -205,7 +206,8 @@ ASK_KINDS: Mapping[str, AskRule] = {
     "local_round": AskRule({"cut": int, "epoch": int, "epochs": int, "size": int, "seed": int, "rate": float}, None),
     # Rounds of devices that keep what they trained and received, as `edge_runtime.round_keeper` explains it: what comes
     # with the ask is what has changed since `after`. EFTViT: coded by `contract.model_delta`; `threshold` times the
-    # median of the classes is how many features of each class are sent, 0: as many as the largest has.
+    # median of the classes is how many features of each class are sent, 0: as many as the largest has,
+    # EVERY_IMAGE: one of each image.
     "masked_round": AskRule(
         {
             "step": int,

@@ -4,9 +4,10 @@ The device holds the whole model and stands at a numbered step, as in `part_keep
 server last sent of those it does not. An ask brings only what has changed since.
 
 EFTViT (algorithms.md section 4): the local module is this device's own and never travels. In a round it learns with the
-head through the frozen layers behind it, on freshly drawn patches of each image; then features of a balanced set leave,
-of the plain pictures, under one secret mask for each sample that never changes: fresh masks would show another part of
-the picture each time. `fresh` draws them anew, only to reproduce what was published.
+head through the frozen layers behind it, on freshly drawn patches of each image; then features of a balanced set (or of
+every image, as the server asks) leave, of the plain pictures, under one secret mask for each sample that never changes:
+fresh masks would show another part of the picture each time. `fresh` draws them anew, only to reproduce what was
+published.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 
 from contract.errors import RemoteProtocolError, TrainingError
 from contract.keyed_noise import derive_key
-from contract.messages import Ask, Checkpoints, Message, PatchFeatures, Settled, Update
+from contract.messages import EVERY_IMAGE, Ask, Checkpoints, Message, PatchFeatures, Settled, Update
 from contract.model_delta import read_delta
 from contract.patch_features import write_features
 from contract.training import TrainingCut
-from edge_runtime.median_sampling import Chosen, balanced, target_count
+from edge_runtime.median_sampling import Chosen, balanced, every_image, target_count
 from edge_runtime.part_head import PartHead
 from edge_runtime.part_keeper import (
     START_ANEW,
@@ -156,7 +157,7 @@ class RoundKeeper(PartKeeper):
         )  # fmt: skip
 
     def _features(self, ask: Ask, trainer: Trainer) -> tuple[Floats | None, NDArray[np.int64]]:
-        """h (S, n + 1, d) of the balanced set, and its classes; None of a device without images."""
+        """h (S, n + 1, d) of the chosen images, and their classes; None of a device without images."""
         labels = self._images.labels
         seed, epoch = int(ask.parameters["seed"]), int(ask.parameters["epoch"])
 
@@ -164,7 +165,10 @@ class RoundKeeper(PartKeeper):
             ids = self._images.sample_ids
             return sorted(places, key=lambda place: derive_key(b"", "balanced set", seed, epoch, ids[place]))
 
-        chosen = balanced(labels, target_count(labels, float(ask.parameters["threshold"])), order)
+        threshold = float(ask.parameters["threshold"])
+        chosen = every_image(labels)
+        if threshold != EVERY_IMAGE:
+            chosen = balanced(labels, target_count(labels, threshold), order)
         if not chosen:
             return None, labels
         local = self.local_module(trainer)

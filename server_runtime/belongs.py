@@ -29,7 +29,9 @@ STRATEGIES_OF: Mapping[str, frozenset[str]] = {
     "local_epochs": _holding(*RELEASED),
     "quorum": (_holding(*RELEASED) - {*MASKED, "fed_bfpt"}) | {"prototypes"},  # the others wait for all devices
     "fraction": _ROUNDS_OF_ANY,
-    **dict.fromkeys(("server_epochs", "server_rate", "medians", "store_mb", "store_rounds"), frozenset({"eft_vit"})),
+    **dict.fromkeys(
+        ("server_epochs", "server_rate", "sampling", "medians", "store_mb", "store_rounds"), frozenset({"eft_vit"})
+    ),
     **dict.fromkeys(("threshold", "alone"), frozenset({"eeft"})),
     **dict.fromkeys(
         ("prototype_strength", "prototype_shift", "prototype_renewal", "server_copies"), frozenset({"prototypes"})

@@ -60,6 +60,7 @@ def _parser() -> ArgumentParser:
         "average_by": plan.AVERAGE_BY,
         "average_into": plan.AVERAGE_INTO,
         "norms": plan.NORMS,
+        "sampling": plan.SAMPLINGS,
     }
     metavars = dict.fromkeys(choices) | {"replaced": "SHARE", "run": "ID", "cuts": "CUTS", "sigma": "SIGMA"}
     metavars |= dict.fromkeys(("listen", "metrics"), "HOST:PORT")

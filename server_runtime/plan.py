@@ -63,10 +63,18 @@ FIELDS = (
     Field("server_epochs", int, 2, "passes of the server over the features that it keeps, in each round"),
     Field("server_rate", float, 0.0, "highest learning rate of the server's own training; 0: as --learning-rate"),
     Field(
+        "sampling",
+        str,
+        "median",
+        "of which images a device sends features: median: as many of each of its classes (--medians); all: of every "
+        "image, once",
+    ),
+    Field(
         "medians",
         float,
         1.0,
-        "how many features a device sends of each of its classes: this many times the images of its median class; "
+        "with --sampling median, how many features a device sends of each of its classes: this many times the images "
+        "of its median class; "
         "0: as many as its largest class has images",
     ),  # fmt: skip
     Field("store_mb", int, 1024, "most features that the server keeps, in MiB"),
@@ -154,6 +162,7 @@ JUDGING = ("p3sl",)  # which judge the model by the operator's images
 AVERAGE_BY = ("devices", "images")
 AVERAGE_INTO = ("server", "copy")
 NORMS = ("averaged", "public")
+SAMPLINGS = ("median", "all")
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,7 @@ class Plan:
     fraction: float = 1.0
     server_epochs: int = 2
     server_rate: float = 0.0
+    sampling: str = "median"
     medians: float = 1.0
     store_mb: int = 1024
     store_rounds: int = 0
@@ -236,6 +246,8 @@ class Plan:
                 raise _wrong(name, "0 or more", getattr(self, name))
         if self.schedule not in SCHEDULES:
             raise _wrong("schedule", f"one of {', '.join(SCHEDULES)}", self.schedule, suggest(self.schedule, SCHEDULES))
+        if self.sampling == "all" and self.medians != 1.0:
+            raise _wrong("medians", 'left out where sampling is "all"', self.medians)
         if self.warmup > self.epochs:
             raise _wrong("warmup", f"at most epochs ({self.epochs})", self.warmup)
         if self.average not in RULES:
@@ -251,7 +263,8 @@ class Plan:
         parse_sigma(self.sigma)
         if not 0 <= self.fsim_threshold <= 1:
             raise _wrong("fsim_threshold", "0 to 1", self.fsim_threshold)
-        for name, known in (("average_by", AVERAGE_BY), ("average_into", AVERAGE_INTO), ("norms", NORMS)):
+        worded = {"average_by": AVERAGE_BY, "average_into": AVERAGE_INTO, "norms": NORMS, "sampling": SAMPLINGS}
+        for name, known in worded.items():
             found = getattr(self, name)
             if found not in known:
                 raise _wrong(name, f"one of {', '.join(known)}", found, suggest(found, known))

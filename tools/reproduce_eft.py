@@ -1,8 +1,8 @@
 """Run EFTViT beside Fed-Head, Fed-Bias, Fed-Prompt, Fed-LoRA, Fed-Full and FEDBFPT: one row for each setting and seed.
 
-Studies: main (all methods), mask (EFTViT over mask ratios), blocks (over M_l), threshold (over the sampling threshold),
-full (Fed-Full on masked images), rates (all methods over learning rates, at the first seed and beta; `--rates best`
-then takes the best of them).
+Studies: main (all methods), every (EFTViT that sends every image's features once), mask (EFTViT over mask ratios),
+blocks (over M_l), threshold (over the sampling threshold), full (Fed-Full on masked images), rates (all methods over
+learning rates, at the first seed and beta; `--rates best` then takes the best of them).
 A finished row is kept in DIR/rows and not computed again; several commands may work on one DIR, each on a share of its
 own (`--share 3/16`), and `--table` puts together what is there. What a row is is `reproduce_eft_rows`' part.
 """
@@ -23,6 +23,7 @@ import torch
 
 from contract.console import print_document, say
 from contract.errors import UsageError
+from contract.messages import EVERY_IMAGE
 from contract.output import open_output
 from server_runtime import split_model
 from server_runtime.report import to_text
@@ -66,7 +67,7 @@ from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone, digest_of
 from tools.share import WHOLE, share_of
 
 ROW_SCHEMA = 1
-STUDIES = ("main", "mask", "blocks", "threshold", "full", "rates")
+STUDIES = ("main", "every", "mask", "blocks", "threshold", "full", "rates")
 RATIO, LOCAL, THRESHOLD = 0.75, 2, 1.0
 RATIOS, BLOCKS, THRESHOLDS = (0.0, 0.25, 0.5, 0.85, 0.95), (1, 3, 4, 6), (1.5, 2.0, 0.0)
 DEFAULTS: dict[str, dict[str, Any]] = {  # by world
@@ -82,6 +83,7 @@ RATES = {  # highest learning rate of AdamW, on devices and on the server
 EFT_RATES = (
     (3e-5, 2e-4), (3e-5, 1e-3), (1e-4, 2e-4), (1e-4, 5e-4), (1e-5, 5e-4), (1e-5, 1e-3), (3e-6, 5e-4), (3e-6, 1e-3),
 )  # fmt: skip
+EVERY_RATIOS = (RATIO, 0.5)
 FACTORS = (1 / 3, 3.0, 9.0)  # of the others' rates
 TEST_IMAGES, DEVICES, COST_BATCHES = 1000, 20, (8, 32)
 
@@ -244,6 +246,8 @@ def cells_of(options: argparse.Namespace, rates: Mapping[str, tuple[float, float
     for seed in options.seeds:
         for beta in options.betas if "main" in options.studies else ():
             found += [cell(method, beta, seed) for method in options.methods]
+        for beta in options.betas if "every" in options.studies else ():
+            found += [eft(beta, seed, threshold=EVERY_IMAGE, ratio=ratio) for ratio in EVERY_RATIOS]
         if "rates" in options.studies and seed == options.seeds[0]:
             for method in options.methods:
                 usual = cell(method, first, seed)

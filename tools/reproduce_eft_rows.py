@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from contract.messages import EVERY_IMAGE
 from contract.training import TrainingCut
 from edge_runtime.install import Installed
 from edge_runtime.meters import Meter
@@ -41,7 +42,8 @@ JUDGED_AT_ONCE = 500
 
 @dataclass(frozen=True)
 class EftCell:
-    """One setting and one seed; local, threshold and server_rate are EFTViT's, a ratio beside 0 also Fed-Full's."""
+    """One setting and one seed; local, threshold (EVERY_IMAGE: no median) and server_rate are EFTViT's, a ratio beside
+    0 also Fed-Full's."""
 
     method: str
     beta: float
@@ -168,12 +170,12 @@ class EftLaboratory(SplitLaboratory):
 
     def settings(self, cell: EftCell) -> Settings:
         """What the strategy is told."""
-        rates = self._eft
+        rates, every = self._eft, cell.threshold == EVERY_IMAGE
         return Settings(
             LABEL_MODE, 0.0, rates.rounds * rates.local_epochs, 0, 0.0, cell.seed, batch=rates.batch,
             learning_rate=cell.rate, schedule=rates.schedule, warmup=rates.warmup * rates.local_epochs,
-            local_epochs=rates.local_epochs, fraction=rates.fraction, medians=cell.threshold,
-            server_rate=cell.server_rate,
+            local_epochs=rates.local_epochs, fraction=rates.fraction, sampling="all" if every else "median",
+            medians=1.0 if every else cell.threshold, server_rate=cell.server_rate,
         )  # fmt: skip
 
     @staticmethod

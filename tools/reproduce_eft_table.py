@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from contract.messages import EVERY_IMAGE
 from server_runtime.report import Results, Table
 from tools.reproduce_table import spread, with_spread
 
@@ -87,7 +88,8 @@ def named(cell: Row) -> str:
     text = f"{cell['method']}, beta {cell['beta']:g}, lr {cell['rate']:g}"
     if cell["method"] != "eft_vit":
         return f"{text}, r {cell['ratio']:g}" if cell["ratio"] else text
-    threshold = "largest" if cell["threshold"] == 0 else f"{cell['threshold']:g} x median"
+    others = {0.0: "largest", EVERY_IMAGE: "every image"}
+    threshold = others.get(cell["threshold"], f"{cell['threshold']:g} x median")
     text += f" / {cell['server_rate']:g}"
     return f"{text}, r {cell['ratio']:g}, M_l {cell['local']}, {threshold}"
 

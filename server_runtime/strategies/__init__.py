@@ -66,6 +66,7 @@ class Settings:
     fraction: float = 1.0
     server_epochs: int = 2
     server_rate: float = 0.0  # 0: as the devices
+    sampling: str = "median"  # or every image: one of plan.SAMPLINGS
     medians: float = 1.0  # of a class's features; 0: the largest class
     store_mb: int = 1024
     store_rounds: int = 0  # 0: for ever

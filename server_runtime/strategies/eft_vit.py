@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from contract.errors import TrainingError
-from contract.messages import PatchFeatures, Settled
+from contract.messages import EVERY_IMAGE, PatchFeatures, Settled
 from contract.model_delta import write_delta
 from contract.patch_features import WireFeatures
 
@@ -68,7 +68,8 @@ class EftVit:
 
     def _train(self, rounds: Rounds, picked: Sequence[Link], epochs: int) -> Talk[dict[str, Metric]]:
         """theta_g, theta_h to the picked devices where they have older ones; features into the store."""
-        common = round_numbers(rounds, epochs) | {"threshold": self._settings.medians}
+        threshold = EVERY_IMAGE if self._settings.sampling == "all" else self._settings.medians
+        common = round_numbers(rounds, epochs) | {"threshold": threshold}
         sent = {link.device: self._news_for(link.device) for link in picked}
         replies = yield from rounds.ask("masked_round", sent, {}, common, moves=True)
         n, features = self._local.kept or 0, 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from contract.errors import RemoteProtocolError
-from contract.messages import Ask, Checkpoints, Message, PatchFeatures, Settled, Update
+from contract.messages import EVERY_IMAGE, Ask, Checkpoints, Message, PatchFeatures, Settled, Update
 from contract.training import OptimiserRule, TrainingCut
 from edge_runtime.head import softmax_gradient
 from edge_runtime.optimiser import Optimiser
@@ -121,6 +121,18 @@ def test_a_round_trains_local_module_and_head_and_sends_a_balanced_set(tmp_path:
     assert reply.labels is not None and list(np.bincount(reply.labels)) == [3, 3, 3]
     own = device.local_weights()
     assert own is not None and (own["blocks.0.w"] != SHIPPED["blocks.0.w"]).all()
+
+
+def test_every_image_is_sent_once_where_that_is_asked(tmp_path: Path) -> None:
+    device = keeper(tmp_path, 8)  # classes of 3, 3 and 2
+    balanced = features(device.answer(masked(1, 0, rate=0.0), RUN))
+    every = features(device.answer(masked(2, 1, epoch=3, rate=0.0, threshold=EVERY_IMAGE), RUN))
+    assert balanced.labels is not None and list(np.bincount(balanced.labels)) == [3, 3, 3]
+    assert every.labels is not None and list(np.bincount(every.labels)) == [3, 3, 2]
+    assert every.values is not None and len({value.tobytes() for value in every.values}) == 8
+    assert balanced.values is not None  # the same masks: what is sent of an image is what was
+    assert {value.tobytes() for value in every.values} == {value.tobytes() for value in balanced.values}
+    assert features(keeper(tmp_path / "empty", 0).answer(masked(1, 0, threshold=EVERY_IMAGE), RUN)).values is None
 
 
 def test_the_local_module_is_kept_and_the_head_is_the_servers(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_numbers_and_texts_survive_the_file(tmp_path: Path) -> None:
         ({"alone": 10**9}, "alone must be 0 to"),
         ({"quorum": 1}, "quorum must be at most the 0 enrolled devices"),
         ({"average_into": "nothing"}, "average_into must be one of server, copy"),
+        ({"sampling": "most"}, "sampling must be one of median, all"),
+        ({"sampling": "all", "medians": 2.0}, 'medians must be left out where sampling is "all"'),
         ({"norms": "guessed"}, "norms must be one of averaged, public"),
         ({"norms": "public"}, "norms are to take their statistics from public images, and there are none"),
     ],

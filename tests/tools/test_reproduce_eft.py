@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.errors import DataError, UsageError
+from contract.messages import EVERY_IMAGE
 from tools import reproduce_eft
 from tools.reproduce_eft import RATES, best_rates, cells_of, parse
-from tools.reproduce_eft_table import reach, results_of, summarise, with_result
+from tools.reproduce_eft_table import named, reach, results_of, summarise, with_result
 from tools.reproduce_eft_world import (
     DOMAINS,
     METHODS,
@@ -90,6 +92,9 @@ def test_studies_vary_one_thing_at_a_time() -> None:
         cells = cells_of(parse(["--quick", "--studies", study]), RATES)
         assert len({getattr(cell, name) for cell in cells}) == len(cells) > 2
         assert {cell.method for cell in cells} == {"eft_vit"}
+    every = cells_of(parse(["--quick", "--studies", "every", "--betas", "0.1,1"]), RATES)
+    assert [(cell.beta, cell.ratio) for cell in every] == [(0.1, 0.75), (0.1, 0.5), (1.0, 0.75), (1.0, 0.5)]
+    assert {cell.threshold for cell in every} == {EVERY_IMAGE} and "every image" in named(asdict(every[0]))
     full = cells_of(parse(["--quick", "--studies", "full"]), RATES)
     assert [(cell.method, cell.ratio) for cell in full] == [("fed_full", 0.0), ("fed_full", 0.75)]
     rates = cells_of(parse(["--quick", "--studies", "rates"]), RATES)
