@@ -30,7 +30,7 @@ from server_runtime.report import to_text
 from server_runtime.training_macs import sizes_of
 from tools.kept_rows import Row, claimed
 from tools.reproduce_devices import training_folder
-from tools.reproduce_eft_cost import measure_all
+from tools.reproduce_eft_cost import COST_RATIOS, measured
 from tools.reproduce_eft_cost import results_of as cost_of
 from tools.reproduce_eft_leaks import AFTER, leaks, table_of
 from tools.reproduce_eft_rows import EftCell, EftLaboratory, EftRates
@@ -142,7 +142,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="exports at a time with --prepare (default: %(default)s)")
     add_share(parser)
     action = add_place(parser, f"{ARCHIVE} and {FULL_WEIGHTS}")
-    action.add_argument("--cost", action="store_true", help="what a step costs on the device, by mask ratio, and stop")
+    action.add_argument(
+        "--cost",
+        action="store_true",
+        help="what a step costs on the device, by mask ratio or (--studies blocks) by local blocks, and stop",
+    )
     action.add_argument("--leaks", action="store_true", help="what the server reads back from features, and stop")
     options = parser.parse_args(argv)
     if options.leaks:
@@ -325,10 +329,13 @@ def line_of(row: Row) -> str:
 
 
 def show_cost(options: argparse.Namespace, world: EftWorld) -> None:
-    """Measured here, on onnxruntime, beside the counter."""
-    front = export_variant(world, Variant("eft_vit", RATIO, LOCAL))
-    sizes = sizes_of(split_model.load(training_folder(front), torch.device("cpu")).module)
-    rows = [row for batch in COST_BATCHES for row in measure_all(front, sizes, LOCAL, batch)]
+    """Measured here, on onnxruntime, beside the counter: over mask ratios, or (study blocks) over local blocks."""
+    cells = [(LOCAL, ratio) for ratio in COST_RATIOS]
+    if "blocks" in options.studies:
+        cells = [(local, RATIO) for local in sorted({LOCAL, *BLOCKS})]
+    fronts = {local: export_variant(world, Variant("eft_vit", RATIO, local)) for local, _ in cells}
+    sizes = sizes_of(split_model.load(training_folder(fronts[cells[0][0]]), torch.device("cpu")).module)
+    rows = [measured(fronts[local], sizes, local, ratio, batch) for batch in COST_BATCHES for local, ratio in cells]
     if options.format == "json":
         print_document("reproduce", {"study": "eft_vit-cost", "world": world.name, "rows": rows})
         return

@@ -14,24 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from contract.canonical import decode, from_json
-from contract.manifest import LIMITS
-from contract.training import TRAINING_NAME, TrainingPlan
+from contract import manifest as manifests
+from contract import training
 from edge_runtime.trainer import open_trainer
 
 WARM_UP, STEPS = 2, 5
 
 
 def measure(front: Path, ratio: float, batch: int) -> dict[str, Any]:
-    """Median CPU seconds of a step (forward, backward, AdamW) and the process's peak of resident memory."""
-    document: Any = from_json((front / TRAINING_NAME).read_bytes(), LIMITS.size_bytes)
-    plan = decode(TrainingPlan, document)
+    """Median CPU seconds of a step (forward, backward, AdamW), the process's peak of resident memory, and how many
+    parameters of the model the device trains (its head aside)."""
+    manifest = manifests.from_bytes((front / manifests.MANIFEST_NAME).read_bytes())
+    plan = training.from_bytes((front / training.TRAINING_NAME).read_bytes(), manifest)
     whole = next(cut for cut in plan.cuts if cut.loss != "none")
     trainer = open_trainer(front, whole, plan.optimiser)
     assert whole.patches is not None
     kept, rng = max(1, round((1 - ratio) * whole.patches)), np.random.default_rng(0)
-    side = int(json.loads((front / "manifest.json").read_text())["image"]["height"])
-    images = rng.standard_normal((batch, 3, side, side), dtype=np.float32)
+    images = rng.standard_normal((batch, 3, manifest.image.height, manifest.image.width), dtype=np.float32)
     targets = np.eye(whole.output_shape[0], dtype=np.float32)[rng.integers(0, whole.output_shape[0], batch)]
     keep = np.sort(np.stack([rng.permutation(whole.patches)[:kept] for _ in range(batch)]), axis=1)
     spent = []
@@ -43,7 +42,11 @@ def measure(front: Path, ratio: float, batch: int) -> dict[str, Any]:
         spent.append(time.process_time() - started_s)
     status = Path("/proc/self/status").read_text()  # getrusage would count what the parent had before exec
     peak_bytes = 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    return {"ratio": ratio, "kept": kept, "step_s": statistics.median(spent[WARM_UP:]), "peak_bytes": peak_bytes}
+    own = [value.size for name, value in trainer.parameters().items() if not name.startswith(f"{whole.layer}.")]
+    return {
+        "ratio": ratio, "kept": kept, "step_s": statistics.median(spent[WARM_UP:]), "peak_bytes": peak_bytes,
+        "parameters": sum(own),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -30,14 +30,18 @@ from edge_runtime.part_store import PartStore
 from edge_runtime.round_keeper import RoundKeeper
 from edge_runtime.state import open_state, write_durably
 from edge_runtime.trainer import open_trainer
+from exporter.models import family_of
 from exporter.models._masked import masked_whole
 from server_runtime import backend_folder, split_model, strategies
+from server_runtime.report import to_text
 from server_runtime.split_model import Shipped
 from server_runtime.strategies import Ask, Record, Settings, Site, State
 from server_runtime.strategies.eft_vit import EftVit
+from server_runtime.training_macs import sizes_of
 from tests import eft_package
 from tests.eft_package import DEPTH, DIM, KEPT, LOCAL, PATCHES
 from tests.eft_package import SIDE_PX as SIZE
+from tools.reproduce_eft_cost import measured, results_of
 from tools.simulation import Answers, Terms
 from tools.torch_trainer import open_torch_trainer
 from tools.torch_worker import MemoryStore, OpenPart, PartDevice, make_part_device
@@ -464,3 +468,12 @@ def test_the_plan_refuses_shares_of_devices_where_all_are_needed() -> None:
     with pytest.raises(ConfigError):
         plan.check(TransformRules(0.0, 0.0, 0.0, False), ("raw-label",), None, ("pi",))
     assert strategies.check("eft_vit") == "eft_vit"
+
+
+def test_a_step_s_cost_is_measured_on_the_package_as_it_is_published(world: World) -> None:
+    row = measured(world.front, sizes_of(world.shipped.module), LOCAL, 0.75, 2)
+    local, _ = family_of(world.shipped.module)[1].cut(world.shipped.module, LOCAL)
+    assert (row["kept"], row["local"], row["batch"]) == (KEPT, LOCAL, 2)
+    assert row["parameters"] == sum(each.numel() for each in local.parameters())
+    assert row["step_s"] > 0 and row["peak_bytes"] > 1 << 20 and row["macs"] > 0
+    assert "local blocks" in to_text(results_of([row], "tiny").tables[0])
