@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.asks import EVERY_IMAGE
 from contract.errors import RemoteProtocolError, TrainingError
 from contract.keyed_noise import derive_key
-from contract.messages import EVERY_IMAGE, Ask, Checkpoints, Message, PatchFeatures, Settled, Update
+from contract.messages import Ask, Checkpoints, Message, PatchFeatures, Settled, Update
 from contract.model_delta import read_delta
 from contract.patch_features import write_features
 from contract.training import TrainingCut

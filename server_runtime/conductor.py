@@ -24,9 +24,9 @@ from typing import Protocol
 
 import numpy as np
 
+from contract.asks import ASK_KINDS
 from contract.errors import TrainingError
 from contract.messages import (
-    ASK_KINDS,
     Activations,
     Bye,
     Checkpoints,

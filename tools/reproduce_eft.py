@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from contract.asks import EVERY_IMAGE
 from contract.console import print_document, say
 from contract.errors import UsageError
-from contract.messages import EVERY_IMAGE
 from contract.output import open_output
 from server_runtime import split_model
 from server_runtime.report import to_text

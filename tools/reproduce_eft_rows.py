@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from contract.messages import EVERY_IMAGE
+from contract.asks import EVERY_IMAGE
 from contract.training import TrainingCut
 from edge_runtime.install import Installed
 from edge_runtime.meters import Meter

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from contract.messages import EVERY_IMAGE
+from contract.asks import EVERY_IMAGE
 from server_runtime.report import Results, Table
 from tools.reproduce_table import spread, with_spread
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from contract.asks import ASK_KINDS
 from contract.errors import TrainingError
 from contract.messages import (
-    ASK_KINDS,
     Activations,
     Choice,
     Features,

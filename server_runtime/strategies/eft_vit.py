@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from contract.asks import EVERY_IMAGE
 from contract.errors import TrainingError
-from contract.messages import EVERY_IMAGE, PatchFeatures, Settled
+from contract.messages import PatchFeatures, Settled
 from contract.model_delta import write_delta
 from contract.patch_features import WireFeatures
 

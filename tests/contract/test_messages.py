@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contract.asks import ASK_KINDS
 from contract.errors import LocalProtocolError, ProtocolError
 from contract.messages import (
-    ASK_KINDS,
     LIMITS,
     MESSAGES,
     PROTOCOL,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from contract.asks import EVERY_IMAGE
 from contract.errors import RemoteProtocolError
-from contract.messages import EVERY_IMAGE, Ask, Checkpoints, Message, PatchFeatures, Settled, Update
+from contract.messages import Ask, Checkpoints, Message, PatchFeatures, Settled, Update
 from contract.training import OptimiserRule, TrainingCut
 from edge_runtime.head import softmax_gradient
 from edge_runtime.optimiser import Optimiser

@@ -6,9 +6,10 @@ from typing import get_args
 
 import pytest
 
+from contract.asks import ASK_KINDS
 from contract.errors import ConfigError, RefusedError
 from contract.manifest import LabelMode
-from contract.messages import ASK_KINDS, Ask
+from contract.messages import Ask
 from contract.tokens import SentRule
 from contract.training import TrainingPlan
 from edge_runtime.terms import ASKS_OF_MODE, PART_ASKS_OF_MODE, Terms, check_ask, check_kappa, device_terms

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("timm")
 
 from contract import tokens  # noqa: E402
+from contract.asks import ASK_KINDS  # noqa: E402
 from contract.errors import ConfigError, TrainingError  # noqa: E402
-from contract.messages import ASK_KINDS, Gradient  # noqa: E402
+from contract.messages import Gradient  # noqa: E402
 from contract.training import HOLDS  # noqa: E402
 from server_runtime import backend, backend_folder, strategies  # noqa: E402
 from server_runtime.backend import Backend  # noqa: E402

@@ -21,10 +21,11 @@ from torch.nn import functional
 
 from contract import manifest as package
 from contract import training
+from contract.asks import ASK_KINDS
 from contract.cut_gradient import WireGradient, read_gradient
 from contract.cut_noise import image_noise
 from contract.epoch_order import batch_edges, epoch_order
-from contract.messages import ASK_KINDS, Activations, Choice, Gradient, Settled, Update
+from contract.messages import Activations, Choice, Gradient, Settled, Update
 from contract.training import AugmentRule, OptimiserRule, TrainingCut, TrainingPlan
 from exporter.models import family_of
 from exporter.split import create

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from contract.asks import EVERY_IMAGE
 from contract.errors import DataError, UsageError
-from contract.messages import EVERY_IMAGE
 from tools import reproduce_eft
 from tools.reproduce_eft import RATES, best_rates, cells_of, parse
 from tools.reproduce_eft_table import named, reach, results_of, summarise, with_result
