@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from contract.errors import (
     DeviceError,
     EngineError,
     KindError,
+    OtherNameError,
     PackageError,
     RollbackError,
     SignatureError,
@@ -255,6 +256,23 @@ def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
             f"{current.name}, which is current, {kinds[bool(current.cuts)]}: an update stays of one kind",
             "run it with edge-run --engine and a --state of its own",
         )
+
+
+def refuse_other_name(manifest: Manifest, packages: Path, allowed: Collection[str]) -> None:
+    """For packages that a server chose: it must not choose among all that one key has signed.
+
+    Raises: OtherNameError when it is neither of the name that is current nor of one that is allowed.
+    """
+    if manifest.name in allowed:
+        return
+    current = current_manifest(packages)
+    if current is not None and current.name == manifest.name:
+        return
+    meant = "no package that could be read is current" if current is None else f"{current.name} is current"
+    raise OtherNameError(
+        f"package {manifest.name} version {manifest.version} is not known to be meant for this device: {meant}",
+        f"take it by hand (edge-run update DIR), or let servers do so: --update-names {manifest.name}",
+    )
 
 
 def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bool:
