@@ -104,7 +104,7 @@ class WeakerError(PackageError):
 
 
 class OtherNameError(PackageError):
-    """The package that was sent has another name than the one installed, and this device's settings do not list it."""
+    """The package that was sent has another name than the one installed, and none that this device's settings list."""
 
 
 class DeviceError(CutlayerError):

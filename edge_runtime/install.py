@@ -261,18 +261,21 @@ def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
 def refuse_other_name(manifest: Manifest, packages: Path, allowed: Collection[str]) -> None:
     """For packages that a server chose: it must not choose among all that one key has signed.
 
-    Raises: OtherNameError when it is neither of the name that is current nor of one that is allowed.
+    Raises: OtherNameError when it is neither of the name that is current nor of one that is allowed, and where nothing
+    can be read that is current: neither name nor noise could be compared.
     """
-    if manifest.name in allowed:
-        return
-    current = current_manifest(packages)
-    if current is not None and current.name == manifest.name:
-        return
-    meant = "no package that could be read is current" if current is None else f"{current.name} is current"
-    raise OtherNameError(
-        f"package {manifest.name} version {manifest.version} is not known to be meant for this device: {meant}",
-        f"take it by hand (edge-run update DIR), or let servers do so: --update-names {manifest.name}",
-    )
+    current, by_hand = current_manifest(packages), "edge-run update DIR"
+    if current is None:
+        raise OtherNameError(
+            f"package {manifest.name} version {manifest.version} cannot be compared: the current one cannot be read",
+            f"install one by hand: {by_hand}",
+        )
+    if manifest.name not in (current.name, *allowed):
+        raise OtherNameError(
+            f"package {manifest.name} version {manifest.version} is not known to be meant for this device: "
+            f"{current.name} is current",
+            f"take it by hand ({by_hand}), or let servers do so: --update-names {manifest.name}",
+        )
 
 
 def is_whole(folder: Path, manifest: Manifest, say: Callable[[str], None]) -> bool:
