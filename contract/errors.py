@@ -14,6 +14,7 @@ Printing them and leaving the program is `contract.console`'s part.
             RollbackError           4   it is older than the one installed
             KindError               4   it holds something else than the one installed
             WeakerError             4   it protects less than the one installed
+            OtherNameError          4   it has another name than the one installed
         DeviceError                 5   this device cannot do the work
             DataError               5   an image or an image folder cannot be used
             EngineError             5   the engine cannot be built or gives wrong values
@@ -100,6 +101,10 @@ class KindError(PackageError):
 
 class WeakerError(PackageError):
     """The package that was sent would protect the images less than the one installed."""
+
+
+class OtherNameError(PackageError):
+    """The package that was sent has another name than the one installed, and none that this device's settings list."""
 
 
 class DeviceError(CutlayerError):

@@ -37,7 +37,7 @@ UPDATES = "updates"  # a hello's feature: this device takes packages that are of
 # Which check a package did not pass on a device.
 Reason = Literal[
     "", "engine", "parity", "not-finite", "same-tokens", "slower", "stopped", "signature", "older", "kind",
-    "weaker",
+    "weaker", "name",
     "quarantined", "damaged", "no-pictures", "device",
 ]  # fmt: skip
 

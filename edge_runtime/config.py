@@ -70,6 +70,13 @@ FIELDS = (
     Field("max_releases", int, 1, "how many different releases of one image may ever leave this device"),
     Field("max_patch_share", float, 1.0, "largest share of an image's patches that may ever leave this device"),
     Field("max_mb_per_day", float, None, "most MB that may go over the network in a day, both ways; default: no limit"),
+    Field(
+        "update_names",
+        tuple,
+        (),
+        "names of other packages that a server may put in the place of the current one, with commas between; default: "
+        "none, only newer versions of the current one",
+    ),
     Field("metrics", str, None, "HOST:PORT of Prometheus metrics, over plain HTTP on this machine; default: none"),
     Field("require", str, None, "the engine that must run, as tensorrt; default: the report says which ran instead"),
     Field(
@@ -151,6 +158,7 @@ class DeviceConfig(LocalConfig):
     certificate: Path | None = None
     certificate_key: Path | None = None
     max_mb_per_day: float | None = None
+    update_names: tuple[str, ...] = ()
     metrics: str | None = None
     sleep_command: str | None = None
 

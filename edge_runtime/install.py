@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from contract.errors import (
     DeviceError,
     EngineError,
     KindError,
+    OtherNameError,
     PackageError,
     RollbackError,
     SignatureError,
@@ -254,6 +255,26 @@ def refuse_other_kind(manifest: Manifest, packages: Path) -> None:
             f"package {manifest.name} version {manifest.version} holds {kinds[bool(manifest.cuts)]}, and "
             f"{current.name}, which is current, {kinds[bool(current.cuts)]}: an update stays of one kind",
             "run it with edge-run --engine and a --state of its own",
+        )
+
+
+def refuse_other_name(manifest: Manifest, packages: Path, allowed: Collection[str]) -> None:
+    """For packages that a server chose: it must not choose among all that one key has signed.
+
+    Raises: OtherNameError when it is neither of the name that is current nor of one that is allowed, and where nothing
+    can be read that is current: neither name nor noise could be compared.
+    """
+    current, by_hand = current_manifest(packages), "edge-run update DIR"
+    if current is None:
+        raise OtherNameError(
+            f"package {manifest.name} version {manifest.version} cannot be compared: the current one cannot be read",
+            f"install one by hand: {by_hand}",
+        )
+    if manifest.name not in (current.name, *allowed):
+        raise OtherNameError(
+            f"package {manifest.name} version {manifest.version} is not known to be meant for this device: "
+            f"{current.name} is current",
+            f"take it by hand ({by_hand}), or let servers do so: --update-names {manifest.name}",
         )
 
 

@@ -29,6 +29,7 @@ from contract.errors import (
     DataError,
     DeviceError,
     KindError,
+    OtherNameError,
     PackageError,
     ProtocolError,
     RollbackError,
@@ -53,6 +54,7 @@ from edge_runtime.install import (
     quarantined,
     read_limited,
     refuse_other_kind,
+    refuse_other_name,
     refuse_quarantined,
     refuse_rollback,
 )
@@ -217,6 +219,7 @@ class _Taker:
         return True
 
     def _admit(self, package_digest: bytes, manifest: Manifest) -> None:
+        refuse_other_name(manifest, self._state.packages, self._config.update_names)
         refuse_rollback(manifest, package_digest, self._state.packages)
         refuse_other_kind(manifest, self._state.packages)
         refuse_weaker(manifest, self._state.packages, self._config)
@@ -260,5 +263,6 @@ def _name_of(error: PackageError) -> Reason:
         else "signature" if isinstance(error, SignatureError)
         else "kind" if isinstance(error, KindError)
         else "weaker" if isinstance(error, WeakerError)
+        else "name" if isinstance(error, OtherNameError)
         else "damaged"
     )  # fmt: skip

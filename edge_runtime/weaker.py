@@ -15,6 +15,7 @@ from contract.manifest import LIMITS, MANIFEST_NAME, Cut, Manifest, from_bytes
 from contract.tokens import kept_patches
 from contract.training import TRAINING_NAME, TrainingPlan
 from contract.training import from_bytes as training_from_bytes
+from edge_runtime.channel_noise import fallen_noise
 from edge_runtime.config import DeviceConfig
 from edge_runtime.install import CURRENT, current_manifest, read_limited
 
@@ -69,6 +70,7 @@ def _more_shown(manifest: Manifest, current: Manifest) -> Iterator[str]:
             yield f"{_sent_share(cut):.0%} of the patches in place of {_sent_share(before):.0%}"
         if cut.sent.prefix_share < before.sent.prefix_share:
             yield f"{cut.sent.prefix_share:g} of the noise on the CLS token"
+        yield from fallen_noise(cut, before, manifest.model == current.model)  # a floor of kappa does not mend it
 
 
 def _sent_share(cut: Cut) -> float:

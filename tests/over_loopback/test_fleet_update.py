@@ -155,6 +155,50 @@ def test_what_comes_by_itself_never_protects_less(tmp_path: Path, monkeypatch: p
     run(story, tmp_path, monkeypatch)
 
 
+def test_attack_a_server_chooses_another_package_of_the_same_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signed and newer, and never meant for this device."""
+
+    async def story(fleet: Fleet) -> None:
+        assert fleet.bench is not None
+        demo = write_package(fleet.root / "demo", name="demo", version=9)
+        await fleet.offer(demo)
+        assert await fleet.take("nano-1") == Taken.NOTHING
+        assert fleet.told["nano-1"] == "refused: name"
+        assert any("not known to be meant for this device: tiny is current" in line for line in fleet.said)
+        assert fleet.link("nano-1", "ready") is None
+        assert not list((fleet.state("nano-1") / "fetched").rglob("front.onnx*"))  # nothing of it but the manifest
+        await fleet.offer(demo)
+        listed = replace(fleet.config("nano-1"), update_names=("demo",))
+        assert await take(listed, print) == Taken.READY
+        job = fleet.bench.server._job
+        fleet.bench.server._job = replace(job, terms=replace(job.terms, package_digest=demo.digest.hex()))
+        assert await fleet.take("nano-1") == Taken.NOTHING  # the list is gone from its settings
+        assert "does not become current" in fleet.said[-1] and fleet.link("nano-1") == fleet.first.digest.hex()
+        assert await take(listed, print) == Taken.SWITCHED
+        await fleet.offer(write_package(fleet.root / "v2", version=2))
+        assert await take(listed, print) == Taken.NOTHING  # the name before counts no more: it is not listed
+        assert fleet.told["nano-1"] == "refused: name" and fleet.link("nano-1") == demo.digest.hex()
+
+    run(story, tmp_path, monkeypatch)
+
+
+def test_attack_a_current_package_that_cannot_be_read_lets_nothing_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        (fleet.state("nano-1") / "packages" / "current" / "manifest.json").write_bytes(b"{")
+        bare = replace(fleet.first.manifest.transforms, kappa=0.0, weight_noise=False)  # nobody could see that it falls
+        await fleet.offer(write_package(fleet.root / "v2", name="demo", version=2, transforms=bare))
+        said: list[str] = []
+        assert await take(replace(fleet.config("nano-1"), update_names=("demo",)), said.append) == Taken.NOTHING
+        assert fleet.told["nano-1"] == "refused: name"
+        assert any("the current one cannot be read" in line for line in said)
+
+    run(story, tmp_path, monkeypatch)
+
+
 def test_a_package_that_waits_is_judged_again_before_a_server_makes_it_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
