@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -62,10 +62,10 @@ def memory_server(root: Path, package: Package, channel_binding: bytes = b"", **
     return server
 
 
-def flags_of(config: DeviceConfig) -> list[str]:
+def flags_of(config: DeviceConfig, names: Collection[str] | None = None) -> list[str]:
     flags: list[str] = []
     for field in FIELDS:
-        value = getattr(config, field.name)
+        value = getattr(config, field.name) if names is None or field.name in names else None
         if value not in (None, ""):
             flags += ["--" + field.name.replace("_", "-"), str(value)]
     return flags
@@ -87,9 +87,9 @@ Run = Callable[..., Done]
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """The command in this process: starting an interpreter for each run would take most of the time."""
 
-    def call(config: DeviceConfig, *more: str) -> Done:
+    def call(config: DeviceConfig, *more: str, names: Collection[str] | None = None) -> Done:
         capsys.readouterr()
-        arguments = parser().parse_args([*flags_of(config), *more])
+        arguments = parser().parse_args([*flags_of(config, names), *more])
         code = run_command(lambda: edge_run(arguments, {}, ROOT))
         return Done(code, *capsys.readouterr())
 
