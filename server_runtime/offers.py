@@ -139,7 +139,10 @@ class Stock:
         self._offered = offered
         folder = Path(offered.folder)
         self._digests = {record.name: record.sha256 for record in manifest.files}
-        self._digests |= {name: _sha256(folder / name) for name in (MANIFEST_NAME, SIGNATURE_NAME)}
+        try:
+            self._digests |= {name: _sha256(folder / name) for name in (MANIFEST_NAME, SIGNATURE_NAME)}
+        except OSError as error:  # it went this moment: a server must not end by it
+            raise PackageError(f"{folder} is no whole package: {why(error)}", CURE) from error
         self._as_read = {name: _stamp(folder / name) for name in self._digests}
 
     def piece(self, fetch: Fetch) -> Piece:
