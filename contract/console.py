@@ -79,11 +79,13 @@ def _answer(main: Callable[[], int]) -> int:
             _complain(f"error: the name {error.filename} is too long for a file", "correct the path")
             return UsageError.exit_code
         if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+            elsewhere = "" if error.filename else ", or send what the command prints somewhere else"
             _complain(
                 f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}",
-                "make room on the disk, or send what the command prints somewhere else",
+                f"make room on the disk{elsewhere}",
             )
-            _discard(sys.stdout)
+            if not error.filename or _is_refused(sys.stdout):  # else what was printed before still gets out
+                _discard(sys.stdout)
             return UsageError.exit_code
         _complain(
             f"internal error: {type(error).__name__}: {error}", f"run again with {DEBUG}=1 and report the traceback"
@@ -97,6 +99,15 @@ def _complain(cause: str, cure: str) -> None:
             traceback.print_exc()
     text = f"{cause}\n  cure: {cure}"
     say(re.sub(rf"\S{{{WORD_LETTERS_MOST},}}", lambda word: f"{word[0][:60]}...", text), level="error")
+
+
+def _is_refused(stream: TextIO) -> bool:
+    """Whether what is left to be written cannot be: a write that failed leaves it there."""
+    try:
+        stream.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _discard(stream: TextIO) -> None:

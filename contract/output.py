@@ -7,7 +7,9 @@ commands.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from contract.errors import UsageError
@@ -37,6 +39,20 @@ def check_output_file(path: Path, may_be_pipe: bool = False) -> None:
         check_output(path)
     elif not may_be_pipe:
         raise UsageError(f"-o should name a file, {str(path)!r} is a pipe or a device", "give -o the name of a file")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around writing this file: where the disk refuses, Python's error names no file, and stdout would be blamed.
+
+    Raises: OSError, which names one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _writable(folder: Path, cause: str, cure: str) -> Path:

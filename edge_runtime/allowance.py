@@ -25,6 +25,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from contract.canonical import decode, encode, from_json, to_json
+from edge_runtime.standing import in_hours
 from edge_runtime.state import read_or_set_aside, write_durably
 
 DAY_S = 86_400.0
@@ -137,7 +138,7 @@ class Allowance:
         """Why there is no connection, and what to do; `largest_bytes` is the largest message that is to get through."""
         wait_s = self.wait_s()
         by_clock = self._today() is not None and self._today() == self._day
-        until = f"until 00:00 UTC, for {_hours(wait_s)}" if by_clock else f"for {_hours(wait_s)} of running"
+        until = f"until 00:00 UTC, for {in_hours(wait_s)}" if by_clock else f"for {in_hours(wait_s)} of running"
         if largest_bytes and not self.allows_ever(largest_bytes):
             return (
                 f"the {self.limit_bytes / 1e6:g} MB of a day never let a message of {largest_bytes / 1e6:.2f} MB "
@@ -193,8 +194,3 @@ def _least_bytes(largest_bytes: int) -> int:
 
 def _cost(count: int) -> int:
     return count + math.ceil(count / OVERHEAD_SHARE)
-
-
-def _hours(seconds: float) -> str:
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

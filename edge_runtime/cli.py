@@ -53,6 +53,11 @@ FORMATS = ("table", "csv", "json")
 PREVIEW_NEEDS = ("engine", "trust", "state")
 LOCAL_NEEDS = (*PREVIEW_NEEDS, "data")
 RELEASES_NEEDS = ("state",)
+# Settings of LocalConfig that change nothing where nothing is sent and no part is trained.
+LOCAL_IDLE = frozenset(
+    ("noise", "kappa_floor", "sigma_floor", "energy_table", "privacy_weight", "power_cap_w", "remeasure_s", "split")
+)
+LEARN_IDLE = LOCAL_IDLE | {"site_secret"}  # the answers of a whole model are numbered by it
 CHOICES = {"label_mode": LABEL_MODES, "noise": NOISE_MODES}
 KEEP_MB = 1024
 JOULES_PER_WH = 3600.0
@@ -161,6 +166,10 @@ def edge_run(arguments: argparse.Namespace, environ: Mapping[str, str], director
         refuse_idle_flags(arguments, "--releases", AccountConfig)
     elif arguments.learn or arguments.local:
         needed, settle = LOCAL_NEEDS, local_config
+        if arguments.learn:
+            refuse_idle_flags(arguments, "--learn", LocalConfig, LEARN_IDLE)
+        else:
+            refuse_idle_flags(arguments, "--infer --local", LocalConfig, LOCAL_IDLE)
     resolved = resolve_config(flags, environ, arguments.config, directory, needed, arguments.show_config)
     if resolved.missing:
         print(resolved.show())
@@ -237,17 +246,22 @@ def work_offline(config: DeviceConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_idle_flags(arguments: argparse.Namespace, purpose: str, config: type) -> None:
+def refuse_idle_flags(
+    arguments: argparse.Namespace, purpose: str, config: type, idle: frozenset[str] = frozenset()
+) -> None:
     """A flag that would change nothing was meant to; settings of files are there for other calls as well.
 
-    Raises: UsageError.
+    `idle` are fields of the configuration that this purpose makes no use of. Raises: UsageError.
     """
-    known = {field.name for field in fields(config)}
+    known = {field.name for field in fields(config)} - idle
     names = [field.name for field in FIELDS if field.name not in known and getattr(arguments, field.name) is not None]
     if arguments.once:
         names.append("once")
     if names:
-        raise UsageError(f"--{names[0].replace('_', '-')} has no part in {purpose}", "leave it out")
+        *others, last = ("--" + name.replace("_", "-") for name in names)
+        if others:
+            raise UsageError(f"{', '.join(others)} and {last} have no part in {purpose}", "leave them out")
+        raise UsageError(f"{last} has no part in {purpose}", "leave it out")
 
 
 def show_preview(config: PreviewConfig, arguments: argparse.Namespace) -> int:

@@ -168,7 +168,7 @@ class Client:
         while allowance.is_spent and not stop.is_set():  # looked at often: the clock may be set meanwhile
             wait_s = allowance.wait_s()
             cause, cure = allowance.in_words(self._conduct.largest_bytes)  # the worker may have made a larger one
-            self.link = Link(False, since_s, cause, cure, time.monotonic() + wait_s)
+            self.link = Link(False, since_s, cause, cure, time.monotonic() + wait_s, budget_spent=True)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), min(self._limits.save_up_s, wait_s + 0.1))
 

@@ -41,7 +41,7 @@ from edge_runtime.run_report import Talk, make_report
 from edge_runtime.service import Notifier
 from edge_runtime.sleeping import Sleeper
 from edge_runtime.spool import Spool
-from edge_runtime.standing import Recorder, Standing
+from edge_runtime.standing import NEXT_DAY, Recorder, Standing
 from edge_runtime.status_file import boot_id
 from edge_runtime.stop_signals import STOP_S, StopSignals
 from edge_runtime.taking import Taken, take, takes_packages
@@ -264,7 +264,7 @@ def standing_of(
             server_says=conduct.server_status,
             busy=says.busy,
             step=says.step,
-            waiting_for=says.waiting_for,
+            waiting_for=NEXT_DAY if client.link.budget_spent and not says.busy else says.waiting_for,
             waiting_s=says.since_s,
             images=len(equipment.dataset.samples),
             images_acknowledged=delivery.images_acknowledged(),

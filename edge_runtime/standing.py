@@ -6,12 +6,15 @@ monotonic clock, so that a clock that is set, or never was, makes no age wrong.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from contract.exposition import Family, Sample, single
+
+NEXT_DAY = "the next day: the bytes of this one are spent"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Link:
     cause: str = ""
     cure: str = ""
     retry_at_s: float | None = None
+    budget_spent: bool = False  # that is why not: this day's bytes are spent
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def in_words(found: Mapping[str, Any]) -> str:
         if runs:
             lines += [f"          it says: {at['server_says']}"] if at["server_says"] else []
             doing = "busy" if at["busy"] else f"waits for {at['waiting_for'] or 'nothing'}"
-            lines.append(f"work      {doing}, step {at['step']}")
+            lines.append(f"work      {doing}{_goes_on(found)}, step {at['step']}")
         else:
             lines.append(f"work      came to step {at['step']}")
         sent = "" if at["images_acknowledged"] is None else f", {at['images_acknowledged']} acknowledged"
@@ -141,6 +145,21 @@ def in_words(found: Mapping[str, Any]) -> str:
     for name, kept in found["spools"].items():
         lines.append(f"spool     {name}: {kept['frames']} messages, {kept['bytes'] / 1e6:.2f} MB kept here")
     return "\n".join(lines)
+
+
+def _goes_on(found: Mapping[str, Any]) -> str:
+    """When there is something to wait for that has its time: the next day of a budget."""
+    at, age_s = found["run"], found["age_s"]
+    link = at["link"]
+    if at["busy"] or not link.get("budget_spent") or link["retry_at_s"] is None or age_s is None:
+        return ""
+    return f", goes on in {in_hours(max(0.0, link['retry_at_s'] - at['taken_s'] - age_s))}"
+
+
+def in_hours(seconds: float) -> str:
+    """Such as '5 h 3 min'."""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _ago(seconds: float | None, words: str) -> str:

@@ -161,7 +161,12 @@ def write_output(path: Path, data: bytes) -> None:
     Raises: DeviceError when the disk refuses.
     """
     if path.exists() and not path.is_file():
-        path.write_bytes(data)
+        try:
+            path.write_bytes(data)
+        except BrokenPipeError:
+            raise  # its reader has had enough, as one of stdout's may
+        except OSError as error:
+            raise DeviceError(f"{path} cannot be written: {error.strerror}", "give -o another place") from error
     else:
         write_durably(path.resolve(), data, mode=0o644)  # a link keeps its place
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contract.errors import ExportError, ManifestError
 from contract.manifest import LIMITS, MANIFEST_NAME, SIGNATURE_NAME, FileRecord, Manifest, from_bytes
-from contract.output import check_output
+from contract.output import check_output, naming
 from contract.scratch import scratch_folder
 
 ONNX_NAME = "front.onnx"
@@ -115,7 +115,7 @@ def write_manifest(staged: Staging, manifest: bytes, signature: bytes) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write and flush to the disk; the folder's own entry is flushed when it is published."""
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ import sqlite3
 from pathlib import Path
 
 from contract.errors import TrainingError, why
+from contract.output import naming
 
 DISK_ERRORS = (OSError, sqlite3.Error)
 
@@ -32,10 +33,13 @@ def sync_directory(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: temporary file, fsync, rename, fsync of the folder."""
+    """Replace `path` by `data`: temporary file, fsync, rename, fsync of the folder.
+
+    Raises: OSError, which names a file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    with open(temporary, "wb") as stream:
+    with naming(path), open(temporary, "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())

@@ -118,11 +118,7 @@ def read_package(folder: Path) -> tuple[Manifest, bytes]:
         (folder / SIGNATURE_NAME).read_bytes()
         manifest = from_bytes(data)
         for record in manifest.files:
-            found = hashlib.sha256()
-            with (folder / record.name).open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    found.update(block)
-            if found.hexdigest() != record.sha256:
+            if _sha256(folder / record.name) != record.sha256:
                 raise PackageError(f"{folder / record.name} is not as the manifest lists it", CURE)
     except OSError as error:
         raise PackageError(f"{folder} is no whole package: {error.strerror} ({error.filename})", CURE) from error
@@ -141,8 +137,13 @@ class Stock:
                 "give server-run update again",
             )
         self._offered = offered
-        names = (MANIFEST_NAME, SIGNATURE_NAME, *(record.name for record in manifest.files))
-        self._as_read = {name: _stamp(Path(offered.folder) / name) for name in names}
+        folder = Path(offered.folder)
+        self._digests = {record.name: record.sha256 for record in manifest.files}
+        try:
+            self._digests |= {name: _sha256(folder / name) for name in (MANIFEST_NAME, SIGNATURE_NAME)}
+        except OSError as error:  # it went this moment: a server must not end by it
+            raise PackageError(f"{folder} is no whole package: {why(error)}", CURE) from error
+        self._as_read = {name: _stamp(folder / name) for name in self._digests}
 
     def piece(self, fetch: Fetch) -> Piece:
         """The bytes that a device asks for.
@@ -154,7 +155,7 @@ class Stock:
         try:
             if fetch.package != self._offered.package or fetch.file not in self._as_read:
                 raise _gone(f"{fetch.file} is no file of the package that is offered now")
-            if _stamp(path) != self._as_read[fetch.file]:
+            if not self._is_as_offered(path, fetch.file):
                 raise PackageError(
                     f"{path} has changed since it was offered",
                     "put the package back as export-frontend wrote it, and give server-run update again",
@@ -168,6 +169,27 @@ class Stock:
         if not data:
             raise _gone(f"{fetch.file} ends before byte {fetch.offset}")
         return Piece(fetch.package, fetch.file, fetch.offset, size_bytes, np.frombuffer(data, np.uint8))
+
+    def _is_as_offered(self, path: Path, name: str) -> bool:
+        """By its stamp where that is as it was; else by its bytes: one that was touched or copied anew has the same.
+
+        Raises: OSError.
+        """
+        stamp = _stamp(path)  # before its bytes: what is written meanwhile changes it again
+        if stamp == self._as_read[name]:
+            return True
+        if stamp is None or _sha256(path) != self._digests[name]:
+            return False
+        self._as_read[name] = stamp  # each piece of a large file would read all of it else
+        return True
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

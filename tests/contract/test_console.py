@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,6 +154,24 @@ def test_a_full_disk_behind_stderr_ends_no_work() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", PRINTING, "3"], stdout=subprocess.PIPE, stderr=full)
     assert (done.returncode, done.stdout) == (0, b"xxx\n")
+
+
+WRITING = (
+    "import resource, sys; from pathlib import Path; from contract.console import run_command\n"
+    "from contract.output import naming\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))\n"  # as a disk that is full
+    "def main():\n    print('kept')\n    path = Path(sys.argv[1])\n"
+    "    with naming(path):\n        path.write_bytes(bytes(10))\n"
+    "sys.exit(run_command(main))"
+)
+
+
+def test_a_full_disk_behind_a_file_is_told_by_its_name_and_takes_nothing_from_stdout(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, env=environ)
+    assert done.stderr == f"error: {path} cannot be written: File too large\n  cure: make room on the disk\n"
+    assert (done.returncode, done.stdout) == (2, "kept\n")
 
 
 def test_closed_streams_are_no_error() -> None:

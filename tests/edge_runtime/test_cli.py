@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -354,3 +355,31 @@ def test_a_sync_with_nothing_left_to_send_is_done(
 def test_a_mistyped_command_gets_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(UsageError, match=f"no command '{typed}' of edge-run .did you mean '{meant}'"):
         edge_run_or_command([typed, "--state", "x"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("words", [["--releases"], ["report"]], ids=["a run's", "a command's"])
+def test_a_full_disk_behind_the_output_is_told_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    open_state(tmp_path / "state").close()
+    given = [*words, "--state", str(tmp_path / "state"), "-o", "/dev/full"]
+    assert run_command(lambda: edge_run_or_command(given)) == 5
+    assert "error: /dev/full cannot be written: No space left on device\n  cure: " in capsys.readouterr().err
+
+
+def test_a_pipe_of_the_output_whose_reader_went_away_is_as_quiet_as_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_state(tmp_path / "state").close()
+    os.mkfifo(tmp_path / "pipe")
+
+    def gone(path: Path, data: bytes) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(Path, "write_bytes", gone)
+    given = ["--releases", "--state", str(tmp_path / "state"), "-o", str(tmp_path / "pipe")]
+    with monkeypatch.context() as patch:
+        patch.setattr("contract.console._discard", lambda stream: None)  # it would be that of the tests
+        assert run_command(lambda: edge_run_or_command(given)) == 141
+    assert capsys.readouterr().err == ""

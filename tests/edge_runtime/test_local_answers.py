@@ -69,7 +69,8 @@ def answers(capsys: pytest.CaptureFixture[str]) -> Answers:
         capsys.readouterr()
         words = ["--infer", "--local", "--format", "json"]
         for field in FIELDS:
-            value = getattr(config, field.name, None)  # of work alone there is neither server nor key
+            has_part = field.name in LocalConfig.__dataclass_fields__ and field.name not in cli.LOCAL_IDLE
+            value = getattr(config, field.name) if has_part else None
             words += [] if value in (None, "") else ["--" + field.name.replace("_", "-"), str(value)]
         assert run_command(lambda: cli.edge_run_or_command(words)) == code
         shown = capsys.readouterr()
@@ -137,6 +138,42 @@ def test_who_asks_no_server_names_none(
     assert code == 2 and "server is not set" in err, err
     code, out, err = call("--local")
     assert code == 2 and "--local means nothing without --infer" in err, err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--server", "wss://x:1"], "--server has no part in"),
+        (["--name", "pi", "--key", "k"], "--key and --name have no part in"),
+        (["--once", "--ca", "c", "--max-mb-per-day", "5"], "--ca, --max-mb-per-day and --once have no part in"),
+        (["--noise", "fresh"], "--noise has no part in"),
+        (["--split", "3", "--sigma-floor", "1"], "--sigma-floor and --split have no part in"),
+    ],
+)
+@pytest.mark.parametrize("purpose", [["--learn"], ["--infer", "--local"]], ids=["learn", "local"])
+def test_a_flag_that_only_a_server_needs_is_refused_where_none_is_asked(
+    config: DeviceConfig, capsys: pytest.CaptureFixture[str], purpose: list[str], words: list[str], fault: str
+) -> None:
+    needed = ["--engine", config.engine, "--trust", str(config.trust), "--data", str(config.data)]
+    given = [*purpose, *needed, "--state", str(config.state), *words]
+    assert run_command(lambda: cli.edge_run_or_command(given)) == 2
+    shown = capsys.readouterr()
+    assert f"error: {fault} {' '.join(purpose)}\n  cure: leave" in shown.err and shown.out == ""
+    assert not config.state.exists()  # told before anything was done
+
+
+def test_settings_of_a_server_in_the_file_or_the_environment_are_no_fault_where_none_is_asked(
+    tmp_path: Path, config: DeviceConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file serves runs and work alone. What an answer depends on may be a flag: not every package has each mode."""
+    (tmp_path / "edge.toml").write_text('[device]\nserver = "wss://x:1"\nname = "pi"\nnoise = "fresh"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUTLAYER_DEVICE_MAX_MB_PER_DAY", "5")
+    needed = ["--engine", config.engine, "--trust", str(config.trust), "--data", str(config.data)]
+    given = [*needed, "--state", str(config.state), "--label-mode", "permuted-label"]
+    for purpose in (["--learn"], ["--infer", "--local"]):
+        code = run_command(lambda: cli.edge_run_or_command([*purpose, *given]))  # noqa: B023  # called at once
+        assert code == 0, capsys.readouterr().err
 
 
 def test_learning_that_is_stopped_says_so(config: DeviceConfig) -> None:

@@ -19,7 +19,7 @@ from tests.edge_runtime.fake_package import Package, write_device
 from tests.edge_runtime.memory_server import MemoryServer
 from tests.edge_runtime.test_local_answers import COLOURS, GREEN, write_colours
 from tests.over_loopback.socket_server import SocketServer
-from tests.over_loopback.test_edge_client import Run, memory_server, package, plain, run, welcome_of
+from tests.over_loopback.test_edge_client import Done, Run, memory_server, package, plain, run, welcome_of
 
 __all__ = ["package", "plain", "run"]
 
@@ -37,6 +37,11 @@ def config(tmp_path: Path, package: Package, plain: SocketServer, run: Run) -> D
     plain.memory = MemoryServer(load_public(tmp_path / "device.pub"), welcome_of(package, session="s2", class_count=2))
     plain.memory.on_message = lambda server, message: server.score(message, 2)  # always the last class on the wire
     return replace(made, data=write_colours(tmp_path / "test", COLOURS, 4, seed=9))
+
+
+def alone(run: Run, config: DeviceConfig, *words: str) -> Done:
+    """Work that asks no server, which takes none of its flags."""
+    return run(config, *words, names=("engine", "trust", "state", "data"))
 
 
 def answered(document: dict[str, Any]) -> Counter[str]:
@@ -115,7 +120,7 @@ def test_a_class_that_only_this_device_knows(
 ) -> None:
     """The server answers with the classes of its run, and is judged by all."""
     write_colours(tmp_path / "images", GREEN, 6)
-    assert run(replace(config, data=tmp_path / "images"), "--learn").code == 0
+    assert alone(run, replace(config, data=tmp_path / "images"), "--learn").code == 0
     write_colours(config.data, GREEN, 4, seed=9)
     done = run(config, "--infer", "--format", "json")
     assert done.code == 0, done.stderr
@@ -128,7 +133,7 @@ def test_a_class_that_only_this_device_knows(
 def test_local_asks_nobody(config: DeviceConfig, plain: SocketServer, run: Run) -> None:
     before = plain.connections
     releases = (config.state / "release_ledger").read_bytes()
-    done = run(config, "--infer", "--local", "--format", "csv")
+    done = alone(run, config, "--infer", "--local", "--format", "csv")
     assert done.code == 0 and plain.connections == before, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "file,class,probability,answered_by" and all(line.endswith(",local") for line in lines[1:])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -62,10 +63,10 @@ def memory_server(root: Path, package: Package, channel_binding: bytes = b"", **
     return server
 
 
-def flags_of(config: DeviceConfig) -> list[str]:
+def flags_of(config: DeviceConfig, names: Collection[str] | None = None) -> list[str]:
     flags: list[str] = []
     for field in FIELDS:
-        value = getattr(config, field.name)
+        value = getattr(config, field.name) if names is None or field.name in names else None
         if value not in (None, ""):
             flags += ["--" + field.name.replace("_", "-"), str(value)]
     return flags
@@ -87,9 +88,9 @@ Run = Callable[..., Done]
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """The command in this process: starting an interpreter for each run would take most of the time."""
 
-    def call(config: DeviceConfig, *more: str) -> Done:
+    def call(config: DeviceConfig, *more: str, names: Collection[str] | None = None) -> Done:
         capsys.readouterr()
-        arguments = parser().parse_args([*flags_of(config), *more])
+        arguments = parser().parse_args([*flags_of(config, names), *more])
         code = run_command(lambda: edge_run(arguments, {}, ROOT))
         return Done(code, *capsys.readouterr())
 
@@ -475,3 +476,27 @@ def test_a_spent_budget_ends_a_single_attempt(
     (config.state / "traffic.json").write_bytes(to_json(encode(Record(f"{now:%Y-%m-%d}", 100_000, 60.0))))
     done = run(config, "--once")
     assert done.code == 8 and "are spent" in done.stderr and plain.connections == 0
+
+
+def test_a_device_whose_budget_is_spent_says_that_it_waits_for_the_next_day(
+    tmp_path: Path, package: Package, images: Path, plain: SocketServer
+) -> None:
+    """No ask would help: the server is not even called."""
+    config = write_device(tmp_path, package, images, plain.url, max_mb_per_day=0.1)
+    config.state.mkdir()
+    now = datetime.now(timezone.utc)
+    (config.state / "traffic.json").write_bytes(to_json(encode(Record(f"{now:%Y-%m-%d}", 100_000, 60.0))))
+    edge = start(config)
+    try:
+        edge.wait_for("are spent: disconnected until")
+        wait_until(lambda: bool((read_status(config.state)["run"] or {"link": {}})["link"].get("cause")))
+        status = read_status(config.state)
+        assert status["run"]["link"]["budget_spent"] and plain.connections == 0
+        work = next(line for line in in_words(status).splitlines() if line.startswith("work "))
+        wanted = "work      waits for the next day: the bytes of this one are spent, goes on in "
+        assert re.fullmatch(wanted + r"(\d+ h )?\d+ min, step 0", work), work
+        status["age_s"] = status["run"]["link"]["retry_at_s"] - status["run"]["taken_s"] - 3700.0  # asked later
+        assert f"{wanted}62 min, step 0" in in_words(status)
+    finally:
+        edge.process.send_signal(signal.SIGTERM)
+        assert edge.end(10) == 0, edge.text

@@ -427,6 +427,35 @@ def test_a_package_that_was_changed_in_place_is_fetched_once_and_its_operator_to
     run(story, tmp_path, monkeypatch)
 
 
+def test_a_package_that_was_only_touched_or_copied_anew_is_still_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by its bytes, which are read once after each change of a stamp, and not for each piece."""
+    read: list[str] = []
+    sha256 = offers._sha256
+
+    def noting(path: Path) -> str:
+        read.append(path.name)
+        return sha256(path)
+
+    async def story(fleet: Fleet) -> None:
+        second = write_package(fleet.root / "v2", version=2, seed=1)
+        await fleet.offer(second)
+        name = second.manifest.files[0].name
+        touched, copied = second.folder / name, second.folder / offers.SIGNATURE_NAME
+        os.utime(touched, ns=(1, 1))
+        data = copied.read_bytes()
+        copied.unlink()
+        copied.write_bytes(data)
+        with monkeypatch.context() as patch:
+            patch.setattr(offers, "_sha256", noting)
+            patch.setattr(offers, "PIECE_BYTES", 100)
+            assert await fleet.take("nano-1") == Taken.READY
+        assert sorted(read) == sorted([name, copied.name]) and touched.stat().st_size > 200
+
+    run(story, tmp_path, monkeypatch)
+
+
 def test_a_package_folder_that_is_not_there_offers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the folder around it either, which may be another package."""
 

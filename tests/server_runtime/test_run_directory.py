@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -224,3 +225,12 @@ def test_what_was_trained_is_published_under_its_own_names(tmp_path: Path) -> No
     RunDirectory(tmp_path).publish("clinic", state(1))
     assert list(load_file(tmp_path / "models" / "clinic" / "backend.safetensors")) == ["w"]
     assert list(load_file(tmp_path / "models" / "clinic" / "head.safetensors")) == ["b"]
+
+
+def test_a_disk_that_refuses_a_file_is_told_of_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("server_runtime.files.os.fsync", refuse)
+    with pytest.raises(OSError, match="No space left on device: '.*receipt.json'"):
+        files.write_atomic(tmp_path / "receipt.json", b"{}")
