@@ -202,6 +202,8 @@ def device_config(values: Mapping[str, Any]) -> DeviceConfig:
     """The checked configuration. Raises: ConfigError naming the setting."""
     config = DeviceConfig(**_of(DeviceConfig, values))
     check_name(config.name, "the device's name", NAME_CURE)
+    for each in config.update_names:
+        check_name(each, "a name of update_names", "correct --update-names")
     check_work(config)
     check_server(config.server)
     check_certificate(config.certificate, config.certificate_key)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from contract.errors import CutlayerError, DeviceError, why
+from contract.errors import CutlayerError, DeviceError, UsageError, why
 
 SECRET_BYTES = 32
 PARTIAL_SUFFIX = ".partial"
@@ -158,7 +158,7 @@ def write_durably(path: Path, data: bytes | bytearray | memoryview, mode: int = 
 def write_output(path: Path, data: bytes) -> None:
     """What -o asked for: a file whole or not at all; a pipe or a device is written to, never replaced.
 
-    Raises: DeviceError when the disk refuses.
+    Raises: UsageError when it cannot be written.
     """
     if path.exists() and not path.is_file():
         try:
@@ -166,9 +166,12 @@ def write_output(path: Path, data: bytes) -> None:
         except BrokenPipeError:
             raise  # its reader has had enough, as one of stdout's may
         except OSError as error:
-            raise DeviceError(f"{path} cannot be written: {error.strerror}", "give -o another place") from error
-    else:
+            raise UsageError(f"{path} cannot be written: {error.strerror}", "give -o another place") from error
+        return
+    try:
         write_durably(path.resolve(), data, mode=0o644)  # a link keeps its place
+    except DeviceError as error:
+        raise UsageError(error.cause, "give -o another place") from error
 
 
 def read_or_set_aside(path: Path, parse: Callable[[bytes], Parsed], say: Callable[[str], None]) -> Parsed | None:

@@ -6,6 +6,7 @@ What the files hold is decided before; nothing here looks into a model.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save as array_bytes
 from safetensors.torch import save, save_file
 from torch import Tensor
@@ -123,7 +125,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of contiguous copies, flushed to the disk."""
-    save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
+    try:
+        save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
+    except SafetensorError as error:  # in place of the OSError that it was
+        raise OSError(errno.EIO, str(error), str(path)) from error
     _flush(path)
 
 

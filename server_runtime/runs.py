@@ -122,20 +122,25 @@ def write_plan(root: Path, plan: Plan) -> None:
 
 
 def read_plan(root: Path, say: Callable[[str], None] = lambda text: None) -> dict[str, Any] | None:
-    """Values of run.toml, from its copy where it is damaged (then it is restored); None when neither can be read."""
+    """Values of run.toml, from its copy where it is damaged (then it is restored); None when neither can be read.
+
+    Settings that are newer than the run have their defaults, by which it was trained.
+    """
     for name in _PLAN_FILES:
         try:
             data = (root / name).read_bytes()
             recorded = tomllib.loads(data.decode())
         except (OSError, ValueError):
             continue
-        if recorded.keys() != {field.name for field in dataclasses.fields(Plan)}:
+        known = {field.name: field.default for field in dataclasses.fields(Plan)}
+        newer = {name: default for name, default in known.items() if name not in recorded}
+        if recorded.keys() - known.keys() or dataclasses.MISSING in newer.values():
             continue
         if name != _PLAN_FILES[0]:
             if (root / _PLAN_FILES[0]).exists():
                 say(f"{root.name}/run.toml was unreadable: kept as {set_aside(root / _PLAN_FILES[0]).name}, restored")
             write_atomic(root / _PLAN_FILES[0], data)
-        return recorded
+        return newer | recorded
     return None
 
 

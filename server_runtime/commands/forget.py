@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -66,10 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
             "note": "Weights that were trained before are not untrained; `kept` lists the models that remain.",
         }
     )
-    write_atomic(arguments.output, receipt)
-    write_atomic(arguments.output.with_name(arguments.output.name + ".sig"), signature.sign(key, receipt))
-    total = sum(each.files for each in erased), sum(each.rows for each in erased)
-    say(f"{total[0]} files and {total[1]} rows of {len(roots)} runs are gone; receipt: {arguments.output}")
+    signed, total = (
+        signature.sign(key, receipt),
+        (sum(each.files for each in erased), sum(each.rows for each in erased)),
+    )
+    gone = f"{total[0]} files and {total[1]} rows of {len(roots)} runs are gone"
+    try:
+        write_atomic(arguments.output, receipt)
+        write_atomic(arguments.output.with_name(arguments.output.name + ".sig"), signed)
+    except OSError as error:  # nothing can be vouched for a second time
+        sys.stdout.write(receipt.decode())
+        print(f"signature (hex): {signed.hex()}")
+        raise UsageError(
+            f"{gone}, but {arguments.output} or its signature cannot be written: {error.strerror}",
+            "keep what stands on stdout: the receipt's bytes, then its signature",
+        ) from error
+    say(f"{gone}; receipt: {arguments.output}")
     kept = [f"{each.run}/{name}" for each in erased for name in each.kept]
     if kept:
         say(f"warning: trained models remain ({len(kept)} files, such as {kept[0]}); --models deletes them")

@@ -49,6 +49,13 @@ def test_work_alone_needs_no_server_and_reads_past_one(tmp_path: Path) -> None:
         local_config({**values, "threads": -1})
 
 
+@pytest.mark.parametrize("names", [",", "ward,../x", "a b"])
+def test_names_that_no_package_has_are_refused(tmp_path: Path, names: str) -> None:
+    assert read(tmp_path, flags={"update_names": "ward,ward-b"}).update_names == ("ward", "ward-b")
+    with pytest.raises(ConfigError, match="a name of update_names"):
+        read(tmp_path, flags={"update_names": names})
+
+
 def test_flags_go_over_environment_over_file(tmp_path: Path) -> None:
     flags = {"name": "pi-2"}
     config = read(tmp_path, flags=flags, CUTLAYER_DEVICE_NAME="pi-3", CUTLAYER_DEVICE_THREADS="2")

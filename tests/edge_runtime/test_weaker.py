@@ -72,6 +72,7 @@ def scaled(cut: Cut, **factors: dict[int, float]) -> Cut:
         ({"sigma_patch": {-1: 0.7}}, "the channels of the patch tokens with 70% of their noise"),
         ({"sigma_patch": {2: 0.1}, "absmax_patch": {2: 0.1}}, "a channel of the patch tokens with 10% of its noise"),
         ({"sigma_patch": {-1: 0.7}, "absmax_patch": {-1: 0.7}}, "the channels of the patch tokens with 70%"),
+        ({"sigma_patch": {-1: 0.6, 1: 1e30}}, "the channels of the patch tokens with 64% of their noise"),
         ({"sigma_patch": {-1: 0.9, 1: 0.6}, "sigma_prefix": {-1: 1.5}}, ""),
     ],
 )

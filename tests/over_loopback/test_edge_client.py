@@ -67,7 +67,7 @@ def flags_of(config: DeviceConfig, names: Collection[str] | None = None) -> list
     flags: list[str] = []
     for field in FIELDS:
         value = getattr(config, field.name) if names is None or field.name in names else None
-        if value not in (None, ""):
+        if value not in (None, "", ()):
             flags += ["--" + field.name.replace("_", "-"), str(value)]
     return flags
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -99,6 +100,29 @@ def test_the_receipt_is_signed_and_never_replaced(
     told = json.loads(data)
     assert (told["kind"], told["subject"]["device"], told["runs"][0]["rows"]) == ("erasure", "pi", 4)
     assert run_command(lambda: _main(words)) == 2
+
+
+def test_a_receipt_that_cannot_be_written_stands_on_stdout(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = signature.generate()
+    signature.save_private(tmp_path / "operator.key", key)
+    from server_runtime.cli import _main
+    from server_runtime.commands import forget
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(forget, "write_atomic", full)
+    words = ["forget", "--device", "pi", "--signing-key", "operator.key", "-o", "receipt.json"]
+    assert run_command(lambda: _main(words)) == 2
+    found = capsys.readouterr()
+    assert "are gone, but receipt.json or its signature cannot be written: No space left on device" in found.err
+    data, _, signed = found.out.partition("signature (hex): ")
+    trusted = {signature.key_id(key.public_key()): key.public_key()}
+    assert signature.verify(data.encode(), bytes.fromhex(signed), trusted)
+    assert json.loads(data)["subject"]["device"] == "pi"
 
 
 @pytest.mark.parametrize("who", [("--device", "pi-22"), ("--site", "clinci"), ("--device", "a/b")])

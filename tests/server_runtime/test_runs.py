@@ -106,6 +106,18 @@ def test_de_04_a_run_without_any_plan_is_passed_over(tmp_path: Path) -> None:
         choose(tmp_path, named="r1")
 
 
+def test_a_run_from_before_a_setting_goes_on_with_its_default(tmp_path: Path) -> None:
+    root = choose(tmp_path).root
+    for name in ("run.toml", "run.toml.copy"):
+        lines = (root / name).read_text().splitlines(keepends=True)
+        (root / name).write_text("".join(line for line in lines if not line.startswith("sampling")))
+    assert Plan(**read_plan(root)) == PLAN and choose(tmp_path).name == root.name
+    for name in ("run.toml", "run.toml.copy"):  # what has no default is not guessed
+        lines = (root / name).read_text().splitlines(keepends=True)
+        (root / name).write_text("".join(line for line in lines if not line.startswith("strategy")))
+    assert read_plan(root) is None
+
+
 def test_one_run_has_one_server(tmp_path: Path) -> None:
     root = choose(tmp_path).root
     held = lock_run(root)
