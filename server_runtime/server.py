@@ -110,6 +110,7 @@ class Server:
         self._fleet = Fleet(Box(job.roster.root), self.in_store, say)
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._stop = asyncio.Event()
+        self._signalled = False
         self._started = asyncio.Event()  # the torch process may be told things
         self._ready = asyncio.Event()  # and has loaded its backend
         self._fault: BaseException | None = None
@@ -163,8 +164,11 @@ class Server:
             wait.cancel()
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        if self._signalled:
             os._exit(1)  # the second signal: everything on disk is whole at any moment
+        self._signalled = True
+        if self._stop.is_set():
+            return  # it ends by itself already, with the exit code of how it went
         self._say("stopping; what is stored stays, start server-run again to go on")
         self._stop.set()
 

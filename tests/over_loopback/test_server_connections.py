@@ -415,6 +415,22 @@ def test_a_site_that_failed_ends_the_server_when_no_other_is_left(
         on_server(story, tmp_path, monkeypatch, exit_when_done=True)
 
 
+def test_the_first_signal_to_a_server_that_ends_by_itself_changes_nothing_and_the_second_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(server.os, "_exit", ended.append)
+
+    async def story(bench: Bench) -> None:
+        bench.server._stop.set()  # as when all is done
+        bench.server._on_signal()
+        assert not ended and not any("stopping" in each for each in bench.said)
+        bench.server._on_signal()
+        assert ended == [1]
+
+    on_server(story, tmp_path, monkeypatch, exit_when_done=True)
+
+
 def test_a_port_in_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         blocker = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
