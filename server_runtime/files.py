@@ -5,6 +5,7 @@ What a file means is left to the callers. Keep run directories off FAT: rename i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -39,10 +40,15 @@ def write_atomic(path: Path, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    with naming(path), open(temporary, "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with naming(path), open(temporary, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):  # a full disk needs what was written of it
+            temporary.unlink()
+        raise
     os.replace(temporary, path)
     sync_directory(path.parent)
 

@@ -234,3 +234,4 @@ def test_a_disk_that_refuses_a_file_is_told_of_which(tmp_path: Path, monkeypatch
     monkeypatch.setattr("server_runtime.files.os.fsync", refuse)
     with pytest.raises(OSError, match="No space left on device: '.*receipt.json'"):
         files.write_atomic(tmp_path / "receipt.json", b"{}")
+    assert not list(tmp_path.iterdir())
