@@ -48,6 +48,10 @@ class AskRule:
 
 
 _CODED = (np.float32, np.float16, np.int8)
+_FORWARD = {"after": int, "batch": int, "epoch": int, "place": int, "size": int, "seed": int, "rate": float}
+_KEPT_ROUND = {
+    "step": int, "after": int, "base": int, "epoch": int, "epochs": int, "size": int, "seed": int, "rate": float,
+}  # fmt: skip
 
 ASK_KINDS: Mapping[str, AskRule] = {
     "collect_features": AskRule({"kappa": float, "seed": int}, {}),
@@ -60,9 +64,7 @@ ASK_KINDS: Mapping[str, AskRule] = {
     # Training of a client part, as `edge_runtime.part_keeper` explains it. The part stands at a numbered step, durably;
     # `batch` counts the batches since. A gradient belongs to the batch before, and moves the part by the rate.
     "load_part": AskRule({"step": int, "after": int, "base": int, "cut": int}, None),
-    "forward": AskRule(
-        {"after": int, "batch": int, "epoch": int, "place": int, "size": int, "seed": int, "rate": float}, CUT_GRADIENT
-    ),
+    "forward": AskRule(_FORWARD, CUT_GRADIENT),
     "batch_loss": AskRule({"after": int, "batch": int}, {"values": TensorRule(np.float32, ("B", "C"))}),
     "settle": AskRule({"step": int, "after": int, "base": int, "batch": int, "rate": float}, CUT_GRADIENT),
     "upload_part": AskRule({"after": int}, {}),
@@ -79,19 +81,7 @@ ASK_KINDS: Mapping[str, AskRule] = {
         },
     ),
     "take_turn": AskRule({"step": int, "after": int, "base": int, "cut": int}, None),
-    "noisy_forward": AskRule(
-        {
-            "after": int,
-            "batch": int,
-            "epoch": int,
-            "place": int,
-            "size": int,
-            "seed": int,
-            "rate": float,
-            "sigma": float,
-        },
-        CUT_GRADIENT,
-    ),
+    "noisy_forward": AskRule({**_FORWARD, "sigma": float}, CUT_GRADIENT),
     "sleep": AskRule({"wake_s": float}, {}),
     # Of a part with a projection head: who is there for a round; the class prototypes towards which it is pulled with a
     # strength from now on; those of its own images since it was loaded.
@@ -107,35 +97,8 @@ ASK_KINDS: Mapping[str, AskRule] = {
     # with the ask is what has changed since `after`. EFTViT: coded by `contract.model_delta`; `threshold` times the
     # median of the classes is how many features of each class are sent, 0: as many as the largest has,
     # EVERY_IMAGE: one of each image.
-    "masked_round": AskRule(
-        {
-            "step": int,
-            "after": int,
-            "base": int,
-            "epoch": int,
-            "epochs": int,
-            "size": int,
-            "seed": int,
-            "rate": float,
-            "threshold": float,
-        },
-        None,
-        _CODED,
-    ),
+    "masked_round": AskRule({**_KEPT_ROUND, "threshold": float}, None, _CODED),
     "load_global": AskRule({"step": int, "after": int, "base": int}, None, _CODED),
     # FEDBFPT: block `block` and the head are trained.
-    "block_round": AskRule(
-        {
-            "step": int,
-            "after": int,
-            "base": int,
-            "epoch": int,
-            "epochs": int,
-            "size": int,
-            "seed": int,
-            "rate": float,
-            "block": int,
-        },
-        None,
-    ),
+    "block_round": AskRule({**_KEPT_ROUND, "block": int}, None),
 }

@@ -185,11 +185,8 @@ class Stock:
 
 
 def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -83,31 +83,37 @@ def test_a_run_at_work_is_not_touched(root: Path) -> None:
     assert names(root) - {"lock"} == before - {"lock"} and lock
 
 
+FORGET = ["forget", "--device", "pi", "--signing-key", "operator.key", "-o", "receipt.json"]
+
+
+def operators_key(folder: Path) -> dict[str, signature.PublicKey]:
+    """A new operator.key there, as those who trust it know it."""
+    key = signature.generate()
+    signature.save_private(folder / "operator.key", key)
+    return {signature.key_id(key.public_key()): key.public_key()}
+
+
 def test_the_receipt_is_signed_and_never_replaced(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    key = signature.generate()
-    signature.save_private(tmp_path / "operator.key", key)
+    trusted = operators_key(tmp_path)
     from server_runtime.cli import _main
 
-    words = ["forget", "--device", "pi", "--signing-key", "operator.key", "-o", "receipt.json"]
-    assert run_command(lambda: _main(words)) == 0
+    assert run_command(lambda: _main(FORGET)) == 0
     assert "trained models remain" in capsys.readouterr().err
     data, signed = (tmp_path / "receipt.json").read_bytes(), (tmp_path / "receipt.json.sig").read_bytes()
-    trusted = {signature.key_id(key.public_key()): key.public_key()}
     assert signature.verify(data, signed, trusted)
     told = json.loads(data)
     assert (told["kind"], told["subject"]["device"], told["runs"][0]["rows"]) == ("erasure", "pi", 4)
-    assert run_command(lambda: _main(words)) == 2
+    assert run_command(lambda: _main(FORGET)) == 2
 
 
 def test_a_receipt_that_cannot_be_written_stands_on_stdout(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    key = signature.generate()
-    signature.save_private(tmp_path / "operator.key", key)
+    trusted = operators_key(tmp_path)
     from server_runtime.cli import _main
     from server_runtime.commands import forget
 
@@ -115,12 +121,10 @@ def test_a_receipt_that_cannot_be_written_stands_on_stdout(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(forget, "write_atomic", full)
-    words = ["forget", "--device", "pi", "--signing-key", "operator.key", "-o", "receipt.json"]
-    assert run_command(lambda: _main(words)) == 2
+    assert run_command(lambda: _main(FORGET)) == 2
     found = capsys.readouterr()
     assert "are gone, but receipt.json or its signature cannot be written: No space left on device" in found.err
     data, _, signed = found.out.partition("signature (hex): ")
-    trusted = {signature.key_id(key.public_key()): key.public_key()}
     assert signature.verify(data.encode(), bytes.fromhex(signed), trusted)
     assert json.loads(data)["subject"]["device"] == "pi"
 
