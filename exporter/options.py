@@ -108,7 +108,13 @@ FIELDS = (
         None,
         "share of an image's patches, 0 to 1, that goes through the part in training; default: all, with eft_vit 0.25",
     ),  # fmt: skip
-    Field("skips", int, 3, "eeft: from so many earlier blocks a light bypass leads into each block of the model"),
+    Field(
+        "skips",
+        int,
+        3,
+        "eeft: from so many earlier blocks a light bypass leads into each block of the model; 1 is lighter, and was "
+        "better wherever it was measured (docs/results.md)",
+    ),
     Field(
         "complexity",
         float,

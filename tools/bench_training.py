@@ -20,7 +20,10 @@ from typing import Any
 from contract.console import ArgumentParser, print_document, run_command, say
 from contract.errors import UsageError
 
-MODULES = ("vit_tiny_4", "vit_tiny_4_masked", "resnet18_layer1", "resnet18", "eeft_resnet18", "vgg16_bn_10")
+MODULES = (
+    "vit_tiny_4", "vit_tiny_4_masked", "resnet18_layer1", "resnet18", "eeft_resnet18", "eeft_resnet18_k1",
+    "vgg16_bn_10",
+)  # fmt: skip
 SIDES = ("device", "torch", "torch_bf16")
 SAME_NORM = 1e-3  # relative; both sides must do the same work
 CHILD_S = 1800.0

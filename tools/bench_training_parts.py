@@ -74,18 +74,21 @@ def split(name: str, layers: int, **arguments: object) -> nn.Module:
     return split_model(create(name, False, arguments), layers)[0]
 
 
+def with_skips(skips: int) -> Case:
+    """EEFT's ResNet-18 with so many skips into a block."""
+    choices = ModuleChoices(skips=skips)
+    return Case(
+        lambda: SkipNetwork(create("resnet18", False, {}), choices), 64, 32, loss="own-head", frozen=(BACKBONE,)
+    )
+
+
 CASES = {
     "vit_tiny_4": Case(lambda: split("vit_tiny_patch16_224", 4), 224, 8),
     "vit_tiny_4_masked": Case(lambda: MaskedViT(create("vit_tiny_patch16_224", False, {}), 4), 224, 8, masked=0.75),
     "resnet18_layer1": Case(lambda: split("resnet18", 4, small_images=True, num_classes=10), 32, 64),
     "resnet18": Case(lambda: create("resnet18", False, {"num_classes": 0}), 64, 32, loss="own-head"),
-    "eeft_resnet18": Case(
-        lambda: SkipNetwork(create("resnet18", False, {}), ModuleChoices()),
-        64,
-        32,
-        loss="own-head",
-        frozen=(BACKBONE,),
-    ),
+    "eeft_resnet18": with_skips(3),
+    "eeft_resnet18_k1": with_skips(1),
     "vgg16_bn_10": Case(lambda: split("vgg16_bn", 10, small_images=True, num_classes=10), 32, 32),
 }
 

@@ -17,7 +17,7 @@ from contract.output import open_output
 from server_runtime.similarity import AUTOMATIC, CLEAR, CLOSE, REACH
 from tools.kept_rows import Row, claimed
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
-from tools.reproduce_eeft_table import compare, results_of, summarise
+from tools.reproduce_eeft_table import compare, results_of, summarise, with_result
 from tools.reproduce_eeft_world import CIFAR, PACS, WEIGHTS, EeftWorld, export_modules, full_world, quick_world
 from tools.reproduce_options import (
     add_place,
@@ -217,5 +217,5 @@ def document_of(options: argparse.Namespace, world: EeftWorld, rows: Sequence[Ro
     return {
         **document_head("eeft", world.name, data, options, *settings),
         "local_epochs": options.local_epochs or "the scenario's",
-        "cells": summarise(rows), "pairs": compare(rows), "rows": list(rows),
+        "cells": summarise(rows), "pairs": compare(rows), "rows": list(map(with_result, rows)),
     }  # fmt: skip

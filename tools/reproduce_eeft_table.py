@@ -19,6 +19,16 @@ from tools.reproduce_table import spread, with_spread
 Row = dict[str, Any]
 
 
+def with_result(row: Row) -> Row:
+    """A row with its setting in words, and bytes both ways of all rounds and devices."""
+    both = 0
+    for each in row["curve"]:
+        masked = each["masked_bytes_up"]
+        both += (each["bytes_up"] if masked is None else masked) + each["bytes_down"]
+    rounds, epochs, rate = len(row["curve"]), row["local_epochs"], row["learning_rate"]
+    return {**row, "setting": f"{row['scenario']}, {rounds} rounds of {epochs} epochs, rate {rate:g}", "bytes": both}
+
+
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """One cell for each (scenario, method), in the order of coming."""
     settings = dict.fromkeys((row["scenario"], row["method"]) for row in rows)

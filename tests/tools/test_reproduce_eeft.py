@@ -18,7 +18,7 @@ from server_runtime.report import to_html
 from tools import reproduce_eeft as command
 from tools.kept_rows import claim
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, EeftCell
-from tools.reproduce_eeft_table import agreement, compare, results_of, summarise
+from tools.reproduce_eeft_table import agreement, compare, results_of, summarise, with_result
 from tools.reproduce_eeft_world import Group, deal, parts_of
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +48,15 @@ def test_no_packed_image_is_both_trained_and_tested_on(split: bool) -> None:
 
 def row(method: str, seed: int, accuracy: float, groups: dict[str, int] | None = None) -> dict[str, Any]:
     alphas = {"a-1": [0.1, 0.2], "a-2": [0.1, 0.3], "b-1": [0.9, 0.2]} if method == "eeft" else None
-    each = {"epoch": 1, "loss": 0.5, "accuracy": {"a": accuracy, "b": accuracy}, "groups": groups}
+    each = {
+        "epoch": 1, "loss": 0.5, "accuracy": {"a": accuracy, "b": accuracy}, "groups": groups, "bytes_up": 12_000_000,
+        "bytes_down": 12_000_000, "masked_bytes_up": None,
+    }  # fmt: skip
     return {
         "scenario": "task", "method": method, "seed": seed, "accuracy": accuracy, "trained_accuracy": accuracy,
         "accuracy_by_group": {"a": accuracy, "b": accuracy}, "curve": [each], "alphas": alphas,
         "devices": {"a-1": "a", "a-2": "a", "b-1": "b"}, "bytes_up_device_round": 4e6, "bytes_down_device_round": 4e6,
-        "parameters": 10, "seconds": 1.0,
+        "parameters": 10, "seconds": 1.0, "local_epochs": 3, "learning_rate": 0.1,
     }  # fmt: skip
 
 
@@ -71,6 +74,13 @@ def test_rows_become_cells_and_leads_on_common_seeds() -> None:
     assert eeft["groups"] == pytest.approx(2 / 3) and fedavg["groups"] is None
     (pair,) = compare(ROWS)
     assert pair["other"] == "fedavg" and pair["seeds"] == 1 and pair["lead"]["mean"] == pytest.approx(0.3)
+
+
+def test_a_row_tells_its_setting_and_the_bytes_of_all_rounds_and_devices() -> None:
+    told = with_result(ROWS[0])
+    assert (told["setting"], told["bytes"]) == ("task, 1 rounds of 3 epochs, rate 0.1", 24_000_000)
+    masked = {**ROWS[0], "curve": [{**each, "masked_bytes_up": 2_000_000} for each in ROWS[0]["curve"] * 2]}
+    assert with_result(masked)["bytes"] == 28_000_000  # what the masks would have let through
 
 
 def test_the_page_shows_distances_and_alpha_as_pictures() -> None:
@@ -121,6 +131,8 @@ def test_quick_rows_have_accuracy_bytes_and_energy_with_its_quality(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     eeft, fedavg = document["rows"]
+    for row in (eeft, fedavg):
+        assert {"method", "setting", "seed", "accuracy", "bytes", "seconds", "energy_j", "energy_quality"} <= set(row)
     assert eeft["bytes_up_device_round"] < fedavg["bytes_up_device_round"] / 4
     assert (eeft["energy_j"] is None) == (eeft["energy_bound_j"] is None) and eeft["energy_quality"]
     assert set(eeft["curve"][-1]["groups"]) == set(eeft["devices"]) and len(eeft["curve"]) == 2
