@@ -6,6 +6,7 @@ refused by exporter.training_onnx, so that nothing is written that has not been 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,6 +100,9 @@ def _argument(node: Node, place: int, default: object = None) -> Any:
 
 def _axes(axes: object, rank: int) -> list[int]:
     return [axis % rank for axis in (axes if isinstance(axes, (list, tuple)) else [axes])]
+
+
+MIRRORED = 49  # places of a kernel that is turned round by a product
 
 
 # Element by element
@@ -293,7 +297,14 @@ def _cut(node: Node) -> tuple[Any, Any, int, int]:
 
 @rule(aten.flip.default)
 def _flip(w: Writer, node: Node) -> str:
-    axes = _axes(node.args[1], _value(node).dim())
+    """A kernel is mirrored by a product with a permutation: onnxruntime's Slice backwards takes twice as long."""
+    shape = list(_value(node).shape)
+    axes = _axes(node.args[1], len(shape))
+    places = math.prod(shape[axis] for axis in axes)
+    if sorted(axes) == [*range(min(axes), len(shape))] and places <= MIRRORED and all(isinstance(n, int) for n in shape):
+        flat = w.emit("Reshape", [w.of(node.args[0]), w.constant([-1, places])])
+        turned = w.emit("MatMul", [flat, w.constant(np.eye(places)[::-1], np.float32)])
+        return w.emit("Reshape", [turned, w.constant(shape)])
     ends = [[-1] * len(axes), [np.iinfo(np.int64).min] * len(axes), axes, [-1] * len(axes)]
     return w.emit("Slice", [w.of(node.args[0]), *map(w.constant, ends)])
 
@@ -440,6 +451,13 @@ def _convolution(w: Writer, node: Node) -> str:
     if transposed:
         return w.emit("ConvTranspose", inputs, output_padding=list(output_padding), **window)
     return w.emit("Conv", inputs, kernel_shape=list(_value(weight).shape[2:]), **window)
+
+
+@rule(aten.col2im.default)
+def _fold(w: Writer, node: Node) -> str:
+    columns, image, kernel, dilation, padding, stride = node.args
+    inputs = [w.of(columns), w.constant(list(image)), w.constant(list(kernel))]
+    return w.emit("Col2Im", inputs, dilations=list(dilation), pads=[*padding] * 2, strides=list(stride))
 
 
 # Norms and poolings
