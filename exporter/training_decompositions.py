@@ -40,7 +40,7 @@ def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverloa
 
 
 Pair = tuple[int, int]
-SMALL_PLANE = 9  # places of a map, up to which one product of the whole batch is faster than onnxruntime's of each image
+SMALL_PLANE = 9  # places of a map; up to so many one product of the batch is faster than onnxruntime's of each image
 
 
 def convolution(

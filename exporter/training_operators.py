@@ -300,8 +300,8 @@ def _flip(w: Writer, node: Node) -> str:
     """A kernel is mirrored by a product with a permutation: onnxruntime's Slice backwards takes twice as long."""
     shape = list(_value(node).shape)
     axes = _axes(node.args[1], len(shape))
-    places = math.prod(shape[axis] for axis in axes)
-    if sorted(axes) == [*range(min(axes), len(shape))] and places <= MIRRORED and all(isinstance(n, int) for n in shape):
+    are_last, are_known = sorted(axes) == [*range(min(axes), len(shape))], all(isinstance(n, int) for n in shape)
+    if are_last and are_known and (places := math.prod(shape[axis] for axis in axes)) <= MIRRORED:
         flat = w.emit("Reshape", [w.of(node.args[0]), w.constant([-1, places])])
         turned = w.emit("MatMul", [flat, w.constant(np.eye(places)[::-1], np.float32)])
         return w.emit("Reshape", [turned, w.constant(shape)])

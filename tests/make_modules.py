@@ -44,6 +44,7 @@ def modules() -> dict[str, tuple[nn.Module, dict[str, object]]]:
         "vit": (parts.vit_part(), {}),
         "masked-vit": (parts.vit_part(), {"kept_tokens": True}),
         "resnet": (parts.resnet(**smooth), {}),
+        "small-maps": (parts.shaken(parts.SmallMaps(tiny.SHAPE[1] // 3)), {}),
         "vgg": (family_of(vgg)[1].cut(vgg, 4)[0].train(), {}),
         "skip-modules": (skips, {"trainable": [n for n, _ in skips.named_parameters() if not n.startswith("block.")]}),
         "prototype-distance": (parts.Prototypes().train(), {}),

@@ -18,6 +18,7 @@ MODULES = (
     "vit",
     "masked-vit",
     "resnet",
+    "small-maps",
     "vgg",
     "skip-modules",
     "prototype-distance",

@@ -26,6 +26,7 @@ from exporter.training_check import (
     session_of,
     torch_reference,
 )
+from exporter.training_decompositions import SMALL_PLANE, convolution, convolution_backward
 from exporter.training_graph import TrainingGraphs, make_training_graphs
 from exporter.training_onnx import check
 from tests.exporter import tiny
@@ -127,6 +128,23 @@ def shaken(part: nn.Module, seed: int = 0) -> nn.Module:
     return part.train()
 
 
+class SmallMaps(nn.Module):
+    """Convolutions of every shape on maps of 3 x 3, 3 x 1 and 1 x 1, where they are products."""
+
+    def __init__(self, stride: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 6, 3, stride), nn.SiLU(),
+            nn.Conv2d(6, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.SiLU(),
+            nn.Conv2d(8, 6, 1, bias=False), nn.SiLU(), nn.Conv2d(6, 7, 3, 1, 2, dilation=2), nn.Tanh(),
+            nn.Conv2d(7, 8, (2, 3), 2, (1, 1), bias=False), nn.SiLU(), nn.Conv2d(8, 5, 1, 2), nn.SiLU(),
+            nn.Conv2d(5, 6, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def vit_part() -> nn.Module:
     return split_model(tiny.tiny_model(), 2)[0].train()
 
@@ -140,6 +158,7 @@ PARTS = {
     "convolutions": (Convolutions, SHAPE),
     "pooled": (Pooled, SHAPE),
     "average pooled": (AveragePooled, SHAPE),
+    "small maps": (SmallMaps, SHAPE),
     "skips": (Skips, SHAPE),
     "prototypes": (Prototypes, SHAPE),
     "vit": (vit_part, tiny.SHAPE),
@@ -161,6 +180,38 @@ def test_gradients_at_every_batch_size_are_those_of_float64(name: str) -> None:
     for batch in (1, 2, 3, 5, 8, 32):
         figures = check_training_graphs(part, graphs, shape, rule=TrainingRule(batch=batch))
         assert figures.flips or figures.gradient_error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "image"),
+    [(3, 1, 1, 1, 2), (3, 2, 1, 1, 5), (3, 1, 2, 2, 3), (1, 1, 0, 1, 3), (1, 2, 0, 1, 4),
+     ((1, 3), (1, 2), (0, 1), 1, (3, 5)), ((3, 2), 1, (2, 0), (2, 1), (1, 4)), (5, 3, 4, 1, 4), (2, 2, 0, 1, 5)],
+)  # fmt: skip
+def test_a_convolution_of_small_maps_and_its_gradients_are_torchs(
+    kernel: object, stride: object, padding: object, dilation: object, image: int | tuple[int, int]
+) -> None:
+    pair = image if isinstance(image, tuple) else (image, image)
+    x = torch.randn(4, 3, *pair, dtype=torch.float64, requires_grad=True)
+    layer = nn.Conv2d(3, 5, kernel, stride, padding, dilation, dtype=torch.float64)  # type: ignore[arg-type]
+    rest = (layer.stride, layer.padding, layer.dilation, False, (0, 0), 1)
+    z = layer(x)
+    assert z.shape[2] * z.shape[3] <= SMALL_PLANE
+    torch.testing.assert_close(convolution(x, layer.weight, layer.bias, *rest), z)
+    grad = torch.randn_like(z)
+    found = convolution_backward(grad, x, layer.weight, [5], *rest, [True] * 3)
+    torch.testing.assert_close(found, torch.autograd.grad(z, (x, layer.weight, layer.bias), grad))
+
+
+def test_only_small_maps_become_products() -> None:
+    part = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 4, 1), nn.SiLU(), nn.Conv2d(4, 5, 3, 1), nn.SiLU(), nn.Conv2d(5, 5, 2, groups=5)
+    )
+    graphs = make(part.train())
+    for graph, convolutions in ((graphs.forward, 2), (graphs.evaluate, 2)):
+        kinds = [node.op_type for node in onnx.load_from_string(graph).graph.node]
+        assert kinds.count("Conv") == convolutions and "ConvTranspose" not in kinds  # 4 x 4, and one in groups
+    kinds = [node.op_type for node in onnx.load_from_string(graphs.backward).graph.node]
+    assert kinds.count("Col2Im") == 1
 
 
 @pytest.mark.parametrize("kept", [1, 4, 11, 16])
