@@ -61,7 +61,6 @@ def _writable(folder: Path, cause: str, cure: str) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(
-            f"{cause}: {error.strerror}", f"{cure} that exists or can be made, and may be written"
-        ) from error
+        reason = f"{folder} is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise UsageError(f"{cause}: {reason}", f"{cure} that exists or can be made, and may be written") from error
     return folder

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from contract.console import say
-from contract.output import open_output
 from server_runtime.similarity import AUTOMATIC, CLEAR, CLOSE, REACH
 from tools.kept_rows import Row, claimed
 from tools.reproduce_eeft_rows import ABLATED, COMPARED, METHODS, VARIANTS, EeftCell, EeftLaboratory, EeftRates
@@ -33,7 +32,7 @@ from tools.reproduce_options import (
     texts,
     world_of,
 )
-from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_report import document_head, gather, open_study, report
 from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 2
@@ -61,7 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
 def main(argv: Sequence[str]) -> int:
     started_s = time.monotonic()
     options = parse(argv)
-    root = open_output(options.output)
+    root = open_study(options)
     world = make_world(options, (options.world or root / "scratch" / f"eeft-{world_of(options)}").resolve())
     cells = cells_of(options)
     if options.prepare:

@@ -24,7 +24,6 @@ import torch
 from contract.asks import EVERY_IMAGE
 from contract.console import print_document, say
 from contract.errors import UsageError
-from contract.output import open_output
 from server_runtime import split_model
 from server_runtime.report import to_text
 from server_runtime.training_macs import sizes_of
@@ -60,7 +59,7 @@ from tools.reproduce_options import (
     take_defaults,
     texts,
 )
-from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_report import document_head, gather, open_study, report
 from tools.reproduce_split_rows import LABEL_MODE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import FULL_WEIGHTS, ROOT, alone, digest_of
@@ -90,7 +89,7 @@ TEST_IMAGES, DEVICES, COST_BATCHES = 1000, 20, (8, 32)
 
 def main(argv: Sequence[str]) -> int:
     started_s, options = time.monotonic(), parse(argv)
-    root = open_output(options.output)
+    root = open_study(options)
     rates = {**RATES, **(best_rates(root / "rows", options) if options.rates is None else options.rates)}
     cells = cells_of(options, rates)
     mine = share_of(cells, options.share, lambda cell: cell)

@@ -18,7 +18,6 @@ from typing import Any
 from contract.console import say
 from contract.errors import UsageError
 from contract.leakage import Table
-from contract.output import open_output
 from tools.fleet_file import PAPER, environments_of, load_fleet
 from tools.kept_rows import Row, claimed
 from tools.reproduce_options import (
@@ -40,7 +39,7 @@ from tools.reproduce_options import (
 from tools.reproduce_p3sl_rows import COPY, METHODS, NOISES, TABLE, P3slCell, P3slLaboratory, P3slRates
 from tools.reproduce_p3sl_table import compare, results_of, summarise
 from tools.reproduce_p3sl_world import P3slWorld, full_p3sl_world, leakage_table, quick_p3sl_world
-from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_report import document_head, gather, open_study, report
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE
 from tools.reproduce_split_world import ARCHIVE, FULL_CLASSES
 from tools.reproduce_world import ROOT, alone, digest_of
@@ -63,7 +62,7 @@ USUAL = [method for method in METHODS if method != COPY]
 
 def main(argv: Sequence[str]) -> int:
     started_s, options = time.monotonic(), parse(argv)
-    root = open_output(options.output)
+    root = open_study(options)
     fleets = {name: load_fleet(options.fleet, name) for name in options.environments}
     devices = tuple(device.name for device in fleets[options.environments[0]].devices)
     world = prepare(options, (options.world or root / "scratch" / f"p3sl-{world_of(options)}").resolve(), devices)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from contract.console import print_document, say
-from contract.output import open_output
 from server_runtime.report import to_text
 from server_runtime.schedule import SCHEDULES
 from tools.kept_rows import Row, claimed
@@ -52,7 +51,7 @@ from tools.reproduce_prototypes_world import (
     full_domains,
     quick_domains,
 )
-from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_report import document_head, gather, open_study, report
 from tools.reproduce_world import ROOT, alone, digest_of
 
 ROW_SCHEMA = 1
@@ -72,7 +71,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # by world
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    root = open_output(options.output)
+    root = open_study(options)
     world = prepare(options, root / "scratch" / f"prototypes-{world_of(options)}")
     cells = cells_of(options)
     if options.prepare:

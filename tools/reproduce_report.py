@@ -14,11 +14,20 @@ from typing import TypeVar
 
 from contract.console import print_document, say
 from contract.errors import UsageError
+from contract.output import open_output
 from server_runtime.files import write_atomic
 from server_runtime.report import Results, to_html, to_text
 from tools.kept_rows import Row
 
 Cell = TypeVar("Cell")
+
+
+def open_study(options: argparse.Namespace) -> Path:
+    """The folder of -o; with --table it must hold a row, before any world is made. Raises: UsageError."""
+    root = open_output(options.output)
+    if options.table and not any((root / "rows").glob("*.json")):
+        raise _no_rows(root)
+    return root
 
 
 def gather(
@@ -38,8 +47,12 @@ def gather(
     if left:
         say(f"{left} rows are left, as --stop-after-s says")
     if not rows:
-        raise UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
+        raise _no_rows(root)
     return rows
+
+
+def _no_rows(root: Path) -> UsageError:
+    return UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
 
 
 def document_head(study: str, world: str, data: str, options: argparse.Namespace, *settings: str) -> Row:

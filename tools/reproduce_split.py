@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from contract.console import say
-from contract.output import open_output
 from tools.kept_rows import Row, claimed
 from tools.reproduce_options import (
     add_place,
@@ -31,7 +30,7 @@ from tools.reproduce_options import (
     texts,
     world_of,
 )
-from tools.reproduce_report import document_head, gather, report
+from tools.reproduce_report import document_head, gather, open_study, report
 from tools.reproduce_split_rows import LABEL_MODE, SCHEDULE, SplitCell, SplitLaboratory, SplitRates
 from tools.reproduce_split_table import compare, results_of, summarise
 from tools.reproduce_split_world import (
@@ -56,7 +55,7 @@ TEST_IMAGES = 2000
 
 def main(argv: Sequence[str]) -> int:
     started_s, options = time.monotonic(), parse(argv)
-    root = open_output(options.output)
+    root = open_study(options)
     world = prepare(options, root / "scratch" / f"split-{world_of(options)}")
     cells = cells_of(options)
     if options.prepare:

@@ -31,6 +31,7 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(
     with pytest.raises(UsageError, match=f"-o {output} cannot be") as error:
         check(Path(output))  # type: ignore[operator]
     assert error.value.exit_code == 2 and "may be written" in error.value.cure
+    assert "File exists" not in error.value.cause  # it is the lack of a folder that is in the way
     assert (tmp_path / "FILE").read_text() == "mine"
 
 
