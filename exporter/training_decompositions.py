@@ -122,7 +122,7 @@ def _conv_input(
     mirrored = [dilation[i] * (weight.shape[2 + i] - 1) - padding[i] for i in (0, 1)]
     if stride == (1, 1) and min(mirrored) >= 0:
         out, each, *kernel = weight.shape
-        grouped = weight.flip([2, 3]) if max(kernel) > 1 else weight
+        grouped = MIRROR(weight) if max(kernel) > 1 else weight
         grouped = grouped.reshape(groups, out // groups, each, *kernel).transpose(1, 2)
         turned = grouped.reshape(groups * each, out // groups, *kernel)
         return aten.convolution(grad, turned, None, [1, 1], mirrored, list(dilation), False, [0, 0], groups)
@@ -185,6 +185,15 @@ NORMALISE = torch.ops.cutlayer.normalise.default  # ONNX's BatchNormalization in
 
 _LIBRARY.define("between(Tensor x, float slope, float middle) -> Tensor")
 BETWEEN = torch.ops.cutlayer.between.default  # slope * x + middle, held in 0..1: ONNX's HardSigmoid; never run
+
+
+_LIBRARY.define("mirror(Tensor kernel) -> Tensor")
+MIRROR = torch.ops.cutlayer.mirror.default  # a finite kernel (out, in, rows, columns), turned round; traced, never run
+
+
+@torch.library.register_fake("cutlayer::mirror")
+def _mirrored(kernel: Tensor) -> Tensor:
+    return torch.empty_like(kernel)
 
 
 @torch.library.register_fake("cutlayer::between")

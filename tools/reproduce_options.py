@@ -98,7 +98,8 @@ def check_counts(options: argparse.Namespace, lowest: Mapping[str, int]) -> None
         given = getattr(options, flag.replace("-", "_"))
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not least <= value <= INT_MAX:
-                raise UsageError(f"--{flag} should be {least} or more, found {value}", f"correct --{flag}")
+                expected = f"{least} or more" if value < least else f"{INT_MAX} or less"
+                raise UsageError(f"--{flag} should be {expected}, found {value}", "correct it")
 
 
 def check_rate(options: argparse.Namespace, flag: str = "--learning-rate") -> None:

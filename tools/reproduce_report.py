@@ -46,13 +46,16 @@ def gather(
         left += late and row is None
     if left:
         say(f"{left} rows are left, as --stop-after-s says")
-    if not rows:
+    if rows:
+        return rows
+    if options.table or left:
         raise _no_rows(root)
-    return rows
+    raise UsageError("another command is at every row of these", "wait for it, or ask for other rows")
 
 
 def _no_rows(root: Path) -> UsageError:
-    return UsageError(f"{root} holds no finished row of these", "run the same command without --table first")
+    cure = "run the same command without --table, or with more time"
+    return UsageError(f"{root} holds no finished row of these", cure)
 
 
 def document_head(study: str, world: str, data: str, options: argparse.Namespace, *settings: str) -> Row:

@@ -90,3 +90,9 @@ def argument(node: Node, place: int, default: object = None) -> Any:
 
 def axes_of(axes: object, rank: int) -> list[int]:
     return [axis % rank for axis in (axes if isinstance(axes, (list, tuple)) else [axes])]
+
+
+def backwards(w: Writer, name: str, axes: Sequence[int]) -> str:
+    """A tensor read from its ends along these axes."""
+    ends = [[-1] * len(axes), [np.iinfo(np.int64).min] * len(axes), list(axes), [-1] * len(axes)]
+    return w.emit("Slice", [name, *map(w.constant, ends)]) if axes else name

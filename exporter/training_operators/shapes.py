@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from exporter.training_operators._writer import RULES, TYPES, Rule, Writer, argument, axes_of, rule, value_of
+from exporter.training_operators._writer import RULES, TYPES, Rule, Writer, argument, axes_of, backwards, rule, value_of
 
 aten = torch.ops.aten
-MIRRORED = 49  # places of a kernel that is turned round by a product
 
 
 # Sizes: one-dimensional int64 tensors of one value
@@ -119,16 +117,8 @@ def _cut(node: Node) -> tuple[Any, Any, int, int]:
 
 @rule(aten.flip.default)
 def _flip(w: Writer, node: Node) -> str:
-    """A kernel is mirrored by a product with a permutation: onnxruntime's Slice backwards takes twice as long."""
-    shape = list(value_of(node).shape)
-    axes = axes_of(node.args[1], len(shape))
-    are_last, are_known = sorted(axes) == [*range(min(axes), len(shape))], all(isinstance(n, int) for n in shape)
-    if are_last and are_known and (places := math.prod(shape[axis] for axis in axes)) <= MIRRORED:
-        flat = w.emit("Reshape", [w.of(node.args[0]), w.constant([-1, places])])
-        turned = w.emit("MatMul", [flat, w.constant(np.eye(places)[::-1], np.float32)])
-        return w.emit("Reshape", [turned, w.constant(shape)])
-    ends = [[-1] * len(axes), [np.iinfo(np.int64).min] * len(axes), axes, [-1] * len(axes)]
-    return w.emit("Slice", [w.of(node.args[0]), *map(w.constant, ends)])
+    axes = axes_of(node.args[1], value_of(node).dim())
+    return backwards(w, w.of(node.args[0]), axes)
 
 
 @rule(aten.select.int)

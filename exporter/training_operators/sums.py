@@ -15,10 +15,11 @@ aten = torch.ops.aten
 
 def _reduce(kind: str) -> Rule:
     def write(w: Writer, node: Node) -> str:
-        axes = argument(node, 1)
-        inputs = [w.of(node.args[0])]
+        axes, given = argument(node, 1), value_of(node.args[0])
+        counts = given.dtype == torch.bool  # what torch sums as numbers
+        inputs = [w.as_tensor(node.args[0], value_of(node).dtype) if counts else w.of(node.args[0])]
         if axes is not None and axes != []:
-            inputs.append(w.constant(axes_of(axes, value_of(node.args[0]).dim())))
+            inputs.append(w.constant(axes_of(axes, given.dim())))
         return w.emit(kind, inputs, keepdims=int(bool(argument(node, 2, False))))
 
     return write

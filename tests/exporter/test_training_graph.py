@@ -145,6 +145,22 @@ class SmallMaps(nn.Module):
         return self.layers(x)
 
 
+class WideKernels(nn.Module):
+    """Kernels of every size that are mirrored, dense and in groups, and attention by a channel's maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (1, 2, 3, 4, 5, 6, 7, 9)
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, size, padding=size // 2, groups=2 - size % 2) for size in sizes)
+        self.first = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * torch.sigmoid(x.amax(1, keepdim=True) + x.mean((2, 3), keepdim=True).flip(1))
+
+
 def vit_part() -> nn.Module:
     return split_model(tiny.tiny_model(), 2)[0].train()
 
@@ -159,6 +175,7 @@ PARTS = {
     "pooled": (Pooled, SHAPE),
     "average pooled": (AveragePooled, SHAPE),
     "small maps": (SmallMaps, SHAPE),
+    "wide kernels": (WideKernels, SHAPE),
     "skips": (Skips, SHAPE),
     "prototypes": (Prototypes, SHAPE),
     "vit": (vit_part, tiny.SHAPE),
@@ -200,6 +217,32 @@ def test_a_convolution_of_small_maps_and_its_gradients_are_torchs(
     grad = torch.randn_like(z)
     found = convolution_backward(grad, x, layer.weight, [5], *rest, [True] * 3)
     torch.testing.assert_close(found, torch.autograd.grad(z, (x, layer.weight, layer.bias), grad))
+
+
+class Reversed(nn.Module):
+    """What a model reverses by itself: numbers, truths, infinities, a weight, and nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 20))
+        self.register_buffer("order", torch.arange(20))
+        self.register_buffer("mask", torch.full((20, 20), -torch.inf).triu(1).T.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, :20] @ torch.softmax(self.weight.flip((1, 0)) + self.mask.flip((0, 1)), 1)
+        x = torch.where((self.order > 8).flip(0), x, 2 * x)
+        return (x * self.order.flip(0)).flip(())
+
+
+def test_what_a_model_reverses_by_itself_keeps_its_type_and_its_infinities() -> None:
+    part = Reversed()
+    figures = check_training_graphs(part, make(part), SHAPE)
+    assert figures.gradient_error < 1e-4
+
+
+def test_a_graph_that_onnxruntime_cannot_open_is_an_error_of_the_export() -> None:
+    with pytest.raises(ExportError, match="cannot open a training graph"):
+        session_of(b"no graph", 1)
 
 
 def test_only_small_maps_become_products() -> None:

@@ -78,7 +78,7 @@ def test_rows_become_cells_and_leads_on_common_seeds() -> None:
 
 def test_a_row_tells_its_setting_and_the_bytes_of_all_rounds_and_devices() -> None:
     told = with_result(ROWS[0])
-    assert (told["setting"], told["bytes"]) == ("task, 1 rounds of 3 epochs, rate 0.1", 24_000_000)
+    assert (told["setting"], told["bytes"]) == ("task, rounds 1, epochs of each 3, rate 0.1", 24_000_000)
     masked = {**ROWS[0], "curve": [{**each, "masked_bytes_up": 2_000_000} for each in ROWS[0]["curve"] * 2]}
     assert with_result(masked)["bytes"] == 28_000_000  # what the masks would have let through
 
