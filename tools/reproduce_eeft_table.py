@@ -26,7 +26,8 @@ def with_result(row: Row) -> Row:
         masked = each["masked_bytes_up"]
         both += (each["bytes_up"] if masked is None else masked) + each["bytes_down"]
     rounds, epochs, rate = len(row["curve"]), row["local_epochs"], row["learning_rate"]
-    return {**row, "setting": f"{row['scenario']}, rounds {rounds}, epochs of each {epochs}, rate {rate:g}", "bytes": both}
+    setting = f"{row['scenario']}, rounds {rounds}, epochs of each {epochs}, rate {rate:g}"
+    return {**row, "setting": setting, "bytes": both}
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
