@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from contract.errors import ExportError
+from contract.errors import ExportError, why
 from exporter.masked_frontend import KEEP_NAME, PATCHES_KEY
 from exporter.onnx_graph import INPUT_NAME, OUTPUT_NAME
 
@@ -22,13 +22,16 @@ INT8_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm", "MatMulInteger
 _CPU_FACTS = Path("/proc/cpuinfo")
 
 
-def open_session(model: str | bytes, threads: int, profile_prefix: Path | None = None) -> onnxruntime.InferenceSession:
+def open_session(
+    model: str | bytes, threads: int, profile_prefix: Path | None = None, *,
+    fault: str = "refuses the exported file", cure: str = "choose another --opset, or report the model",
+) -> onnxruntime.InferenceSession:  # fmt: skip
     """CPU session of an ONNX file or its bytes; with `profile_prefix` it writes a profile when ended.
 
     x86 processors without VNNI add two products in 16 bits, which saturates (int8.md section 5): there the exact
     unsigned kernels are asked for, so that figures and golden vectors do not depend on this machine.
 
-    Raises ExportError when onnxruntime refuses the file.
+    Raises ExportError when onnxruntime refuses the file, with what else `fault` and `cure` say of it.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -42,10 +45,7 @@ def open_session(model: str | bytes, threads: int, profile_prefix: Path | None =
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no base class
-        raise ExportError(
-            f"onnxruntime {onnxruntime.__version__} refuses the exported file: {str(error).splitlines()[0]}",
-            "choose another --opset, or report the model",
-        ) from error
+        raise ExportError(f"onnxruntime {onnxruntime.__version__} {fault}: {why(error)}", cure) from error
 
 
 def _saturates(cpu_facts: str) -> bool:

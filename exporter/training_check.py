@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from contract.errors import ExportError, GateError, why
+from contract.errors import GateError
 from exporter.prototypes import distance
+from exporter.runtime import open_session
 from exporter.training_graph import TrainingGraphs
 from exporter.training_trace import plain_copy
 
@@ -51,17 +52,9 @@ class TrainingFigures:
 
 
 def session_of(data: bytes, threads: int) -> onnxruntime.InferenceSession:
-    """As the device opens it: no thread spins while there is nothing to do. Raises ExportError where it cannot be."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    try:
-        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises classes of its own that share no base but Exception
-        raise ExportError(
-            f"onnxruntime {onnxruntime.__version__} cannot open a training graph of this part: {why(error)}",
-            "choose another cut or model",
-        ) from error
+    """Of a training graph. Raises ExportError where it cannot be opened."""
+    fault = "cannot open a training graph of this part"
+    return open_session(data, threads, fault=fault, cure="choose another cut or model")
 
 
 def run_named(session: onnxruntime.InferenceSession, feeds: Mapping[str, NDArray[np.generic]]) -> Arrays:

@@ -67,11 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
             "note": "Weights that were trained before are not untrained; `kept` lists the models that remain.",
         }
     )
-    signed, total = (
-        signature.sign(key, receipt),
-        (sum(each.files for each in erased), sum(each.rows for each in erased)),
-    )
-    gone = f"{total[0]} files and {total[1]} rows of {len(roots)} runs are gone"
+    signed = signature.sign(key, receipt)
+    files, rows = sum(each.files for each in erased), sum(each.rows for each in erased)
+    gone = f"{files} files and {rows} rows of {len(roots)} runs are gone"
     try:
         write_atomic(arguments.output, receipt)
         write_atomic(arguments.output.with_name(arguments.output.name + ".sig"), signed)
